@@ -13,17 +13,18 @@ takes `local_ms(k)` beside them, on the prefill lane or in their batch, and dela
                     slo_itl allow
     good          = decoded · Σ rate · (1 - late)
 
-All prompts of a role wait in queues of `m = QUEUE_WORKERS` workers. Prefill workers get the prompts whose computing
-takes them the least compared with a combined worker, as long as they are no busier than these. If not all can be in
-time, the prompts that take longest are given up, as workers do (engine/scheduling/fair_queue.py): as many as leaves the
-most good requests.
+Prompts of prefill workers wait in one queue of `m` workers, the others in queues of `m = QUEUE_WORKERS`. Prefill
+workers get the prompts whose computing takes them the least compared with a combined worker, as long as they are no
+busier than these. If not all can be in time, the prompts that take longest are given up, as workers do
+(engine/scheduling/fair_queue.py): as many as leaves the most good requests.
 
-Combined workers hold the caches that later turns look for. With fewer of them, less of what only some workers have
-cached is still there: the share combined / combined now.
+Combined workers hold the caches that later turns look for. What requests find because only some workers have it cached
+is proportional to the number of combined workers. With fewer of them, some requests find only what all workers have.
+With more, some find their whole prompt: requests of any length, since nothing tells which ones missed it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +38,15 @@ Floats = npt.NDArray[np.float64]
 STREAMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of streams for which times are predicted; those between are interpolated."""
 
-PAGES_FOR_STREAMS = 0.9
-"""Share of a worker's pages that streams can fill before others wait."""
+DEVIATIONS = 2
+"""Pages are left free for this many standard deviations of the number of streams, which varies as Poisson's does."""
 
 QUEUE_WORKERS = 2
-"""Among how many workers a prompt can choose where it is served first. Caches, and predictions that are wrong, leave no
-more: with 2, predictions agree with simulations (docs/decisions/0038-planner.md)."""
+"""Among how many combined workers a prompt can choose where it is served first. Caches, and streams, leave no more:
+with 2, predictions agree with simulations (docs/decisions/0038-planner.md)."""
 
-LEAST_WORK = 0.5
-"""The least that larger caches leave to compute of a prompt, relative to now."""
+MOST_FOUND = 0.5
+"""The largest share of what is computed now that more combined workers might find."""
 
 MAX_BUSY = 0.98
 """Busier workers count as this busy: waits would be endless."""
@@ -138,10 +139,14 @@ class CapacityModel:
         self._fleet = fleet
         self._targets = targets
         self._combined_now = fleet.count - current
-        self._rates = np.array([one.rate for one in demands])
-        self._found = np.array([max(0.0, one.remote_tokens / max(one.local_tokens, 1) - 1) for one in demands])
+        self._measured = np.array([one.rate for one in demands])
+        computed = sum(one.rate * one.local_tokens for one in demands)
+        self._found = sum(one.rate * max(0.0, one.remote_tokens - one.local_tokens) for one in demands) / computed
+        less = [replace(one, local_tokens=max(one.local_tokens, one.remote_tokens)) for one in demands]
+        more = [replace(one, local_tokens=1) for one in demands]
+        demands = [*demands, *less, *more]
         self._outputs = np.array([one.output_tokens for one in demands])
-        decoding = self._rates * self._outputs
+        decoding = np.tile(self._measured, 3) * self._outputs
         contexts = np.array([one.prompt_tokens + one.output_tokens / 2 for one in demands])
         context = float((decoding * contexts).sum() / max(decoding.sum(), 1e-9))
         tables = [
@@ -153,7 +158,8 @@ class CapacityModel:
         self._lane_ms = _mean([one.lane_ms for one in tables])
         self._delay_ms = _mean([one.delay_ms for one in tables])
         self._step_ms = _mean([one.step_ms for one in tables])  # [streams]
-        pages = PAGES_FOR_STREAMS * fleet.num_pages * BLOCK_SIZE / max(context, 1.0) if fleet.num_pages else np.inf
+        pages = fleet.num_pages * BLOCK_SIZE / max(context, 1.0) if fleet.num_pages else np.inf
+        pages = (np.sqrt(DEVIATIONS**2 / 4 + pages) - DEVIATIONS / 2) ** 2
         in_steps = np.interp(targets.slo_itl or np.inf, self._step_ms, STREAMS)
         self._max_streams = float(max(1.0, min(fleet.max_num_seqs, pages, in_steps)))
         self._longest_first = np.argsort(-self._local_ms[0], kind="stable")
@@ -167,9 +173,9 @@ class CapacityModel:
             scale: Factor of all rates.
         """
         numbers = np.array(prefill_workers, dtype=float)
-        rates = self._kept(scale)  # [given up, demand]
+        rates = self._kept(scale * self._rates(numbers))  # [given up, number, demand]
         # the most work that prefill workers take without being busier than combined ones
-        low, high = np.zeros((len(rates), len(numbers))), np.ones((len(rates), len(numbers)))
+        low, high = np.zeros(rates.shape[:2]), np.ones(rates.shape[:2])
         for _ in range(_BALANCE_STEPS):
             busy = (low + high) / 2
             local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * numbers), numbers)
@@ -179,11 +185,11 @@ class CapacityModel:
         local_busy, streams, decoded = self._combined(rates, remote, numbers)
         good = decoded * self._in_time(rates, remote, local_busy, streams, numbers)
         best = good.argmax(axis=0)
-        total = scale * self._rates.sum()
+        total = scale * self._measured.sum()
         found = []
         for column, number in enumerate(prefill_workers):
             row = best[column]
-            work = (rates[row] * remote[row, column] * self._remote_ms).sum() / 1e3
+            work = (rates[row, column] * remote[row, column] * self._remote_ms).sum() / 1e3
             found.append(
                 Prediction(
                     number,
@@ -196,30 +202,39 @@ class CapacityModel:
             )
         return found
 
-    def _kept(self, scale: float) -> Floats:
+    def _rates(self, numbers: Floats) -> Floats:
+        """Rates of the demands as measured, of those that find less, and of those that find all: [number, demand]."""
+        kept = (self._fleet.count - numbers) / self._combined_now
+        less = np.maximum(1 - kept, 0)
+        more = np.clip((kept - 1) * self._found, 0, MOST_FOUND)
+        shares = np.stack([1 - less - more, less, more], 1)
+        result: Floats = (shares[:, :, None] * self._measured).reshape(len(numbers), -1)
+        return result
+
+    def _kept(self, rates: Floats) -> Floats:
         """Rates of what is served if each of GIVEN_UP of the work is given up, the longest prompts first."""
-        work = (self._rates * self._local_ms[0])[self._longest_first]
-        before = np.cumsum(work) - work
-        left_out = np.clip((np.array(GIVEN_UP)[:, None] * work.sum() - before) / np.maximum(work, 1e-12), 0, 1)
-        kept = np.empty_like(left_out)
-        kept[:, self._longest_first] = 1 - left_out
-        result: Floats = kept * self._rates * scale
+        work = (rates * self._local_ms[0])[:, self._longest_first]
+        before = np.cumsum(work, axis=1) - work
+        given_up = np.array(GIVEN_UP)[:, None, None] * work.sum(axis=1)[:, None]
+        kept = np.empty((len(GIVEN_UP), *rates.shape))
+        kept[:, :, self._longest_first] = 1 - np.clip((given_up - before) / np.maximum(work, 1e-12), 0, 1)
+        result: Floats = kept * rates
         return result
 
     def _remote_share(self, rates: Floats, remote_s: Floats) -> Floats:
         """Share of each demand that prefill workers compute if they work this many seconds a second."""
         order = self._remote_order
-        work = (rates * self._remote_ms / 1e3)[:, None, order]
+        work = (rates * self._remote_ms / 1e3)[:, :, order]
         before = np.cumsum(work, axis=2) - work
-        shares = np.empty((*remote_s.shape, len(order)))
+        shares = np.empty(rates.shape)
         shares[:, :, order] = np.clip((remote_s[:, :, None] - before) / np.maximum(work, 1e-12), 0, 1)
         return shares
 
     def _combined(self, rates: Floats, remote: Floats, numbers: Floats) -> tuple[Floats, Floats, Floats]:
         """Returns the busy share of combined workers' prefill lanes, their streams, and the share that they decode."""
         combined = self._fleet.count - numbers
-        local = self._work(numbers) * rates[:, None, :] * (1 - remote) / combined[None, :, None]
-        tokens_per_s = (rates * self._outputs).sum(axis=1)[:, None] / combined
+        local = rates * (1 - remote) / combined[None, :, None]
+        tokens_per_s = (rates * self._outputs).sum(axis=2) / combined
         delayed = local @ self._delay_ms.T / 1e3  # [given up, number, streams]
         wanted = tokens_per_s[:, :, None] * self._step_ms / 1e3 / np.maximum(1 - delayed, 1e-3)
         streams = np.minimum(_crossing(wanted), self._max_streams)
@@ -228,31 +243,26 @@ class CapacityModel:
         decoded = np.minimum(1, fastest / (tokens_per_s + fastest * delayed_most))
         return decoded * _at(local @ self._lane_ms.T / 1e3, streams), streams, decoded
 
-    def _work(self, numbers: Floats) -> Floats:
-        """The work of a prompt on a combined worker, relative to now: [number, demand]."""
-        kept = (self._fleet.count - numbers) / self._combined_now
-        result: Floats = np.maximum(1 + self._found * (1 - kept)[:, None], LEAST_WORK)
-        return result
-
     def _in_time(self, rates: Floats, remote: Floats, local_busy: Floats, streams: Floats, numbers: Floats) -> Floats:
-        local_rates, remote_rates = rates[:, None, :] * (1 - remote), rates[:, None, :] * remote
+        local_rates, remote_rates = rates * (1 - remote), rates * remote
         local_ms = np.stack(
             [_at(np.broadcast_to(ms, (*streams.shape, len(ms))), streams) for ms in self._local_ms.T], 2
         )
-        late_local = self._late(local_rates, self._work(numbers) * local_ms, local_busy)
-        remote_busy = (remote_rates @ self._remote_ms) / 1e3 / np.maximum(numbers, 1)
-        remote_ms = np.broadcast_to(self._remote_ms, remote.shape)
-        late_remote = self._late(remote_rates, remote_ms, remote_busy)
+        choice = np.minimum(QUEUE_WORKERS, self._fleet.count - numbers)
+        late_local = self._late(local_rates, local_ms, local_busy, choice)
+        prefill = np.maximum(numbers, 1)
+        remote_busy = (remote_rates @ self._remote_ms) / 1e3 / prefill
+        late_remote = self._late(remote_rates, np.broadcast_to(self._remote_ms, remote.shape), remote_busy, prefill)
         in_time: Floats = (local_rates * (1 - late_local) + remote_rates * (1 - late_remote)).sum(axis=2)
         return in_time
 
-    def _late(self, rates: Floats, ms: Floats, busy: Floats) -> Floats:
-        """Probability that a first token is late, by demand."""
+    def _late(self, rates: Floats, ms: Floats, busy: Floats, workers: Floats) -> Floats:
+        """Probability that a first token is late, by demand, if this many workers share a queue."""
         mean = (rates * ms).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
         square = (rates * ms**2).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
         busy = np.minimum(busy, MAX_BUSY)
-        waits = busy ** (np.sqrt(2 * (QUEUE_WORKERS + 1)) - 1)
-        tau = np.maximum(square / np.maximum(mean, 1e-9) / 2 / (QUEUE_WORKERS * (1 - busy)), 1e-6)
+        waits = busy ** (np.sqrt(2 * (workers + 1)) - 1)
+        tau = np.maximum(square / np.maximum(mean, 1e-9) / 2 / (workers * (1 - busy)), 1e-6)
         slo = self._targets.slo_ttft
         queued = waits[:, :, None] * np.exp(-np.maximum(slo - ms, 0) / tau[:, :, None])
         result: Floats = 1 - _sigmoid((1 - ms / slo) / _SPREAD) * (1 - queued)

@@ -18,9 +18,6 @@ from cpd.planner.capacity import Demand
 MEMORY_S = 60.0
 """Decay time of the counts. It averages over bursts, and is short beside what changes of load last."""
 
-EXPECTED_OUTPUT = 256
-"""Tokens of an answer, before there are any of the class."""
-
 _LEAST_TOKENS = 64
 """Shorter prompts are of one class: computing them takes a step in any case."""
 
@@ -72,9 +69,11 @@ class LoadMeter:
 
     Args:
         began: Time at which it begins, in seconds of the clock of `now`.
+        expected_output: Tokens of an answer, before there are any (the policy setting `expected-output`).
     """
 
     began: float
+    expected_output: int
     _classes: dict[RequestClass, _Counts] = field(default_factory=dict)
 
     def arrived(self, prompt_tokens: int, local_tokens: int, remote_tokens: int, now: float) -> RequestClass:
@@ -113,7 +112,7 @@ class LoadMeter:
         x = (now - self.began) / MEMORY_S
         seconds = MEMORY_S * (1 - exp(-x) * (1 - x))
         answers = sum(one.answers for one in self._classes.values())
-        mean = (sum(one.output for one in self._classes.values()) + EXPECTED_OUTPUT) / (answers + 1)
+        mean = (sum(one.output for one in self._classes.values()) + self.expected_output) / (answers + 1)
         found = []
         for counts in self._classes.values():
             counts.decay(now)

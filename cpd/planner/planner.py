@@ -7,11 +7,12 @@ happen to be; and it is right when it matters, at the limit.
 Changes cost: sessions leave their caches, and streams go on beside prompts. So the number stays
 
 - until enough requests were seen,
-- for `SETTLE_S` after a change, and after `CHANGES_PER_HOUR` of them,
-- if the chosen number is predicted to serve less than `MIN_GAIN` more good requests.
+- for `SETTLE_S` after a change,
+- if it is predicted to lose less than `MIN_LOSS` of the good requests that the chosen number serves. Each change in the
+  last hour doubles that: so roles can't go to and fro, and change at most 7 times in any hour.
 
-Of the numbers that are predicted to be nearly as good as the best one, the smallest is taken: what the model does not
-know (streams that grow, bursts of them, copies of cached pages) needs combined workers.
+Of the numbers that are predicted to be within `MIN_LOSS` of the best one, the smallest is taken: what the model does
+not know (streams that grow, bursts of them, copies of cached pages) needs combined workers.
 """
 
 from collections import deque
@@ -29,14 +30,8 @@ MIN_REQUESTS = 50
 SETTLE_S = 20.0
 """Time after a change until the next one, in seconds."""
 
-CHANGES_PER_HOUR = 12
-"""Most changes in an hour."""
-
-MIN_GAIN = 0.005
-"""Smallest predicted gain, relative, for which the number is changed."""
-
-NEARLY = 0.002
-"""Predictions that differ by this much, relative, count as equal."""
+MIN_LOSS = 0.01
+"""Smallest predicted loss, relative, for which the number is changed. Predictions that differ by less are equal."""
 
 _SCALES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
@@ -70,7 +65,7 @@ class Planner:
 
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
-        self._changes: deque[float] = deque(maxlen=CHANGES_PER_HOUR)  # times of the last ones
+        self._changes: deque[float] = deque()  # times of those in the last hour
 
     def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
         """Decides for the next seconds. A plan that `changes` is taken as carried out.
@@ -86,20 +81,19 @@ class Planner:
             return Plan(current, current, f"{requests:.0f} recent requests are too few to plan by")
         if self._changes and now < self._changes[-1] + SETTLE_S:
             return Plan(current, current, "the last change is not settled")
-        if len(self._changes) == CHANGES_PER_HOUR and now < self._changes[0] + 3600:
-            return Plan(current, current, f"there were {CHANGES_PER_HOUR} changes in the last hour")
+        while self._changes and now >= self._changes[0] + 3600:
+            self._changes.popleft()
         model = CapacityModel(demands, fleet, self._targets, current)
         numbers = range(fleet.count)  # one worker, at least, is combined
         scale, predictions = self._at_the_limit(model, numbers)
         good = {one.prefill_workers: one.good_per_s for one in predictions}
         best = max(good.values())
-        chosen = next(number for number in numbers if good[number] >= (1 - NEARLY) * best)
-        gain = good[chosen] / max(good[current], 1e-9) - 1
-        if gain < MIN_GAIN:
-            reason = f"{best:.1f} good requests/s at most, {good[current]:.1f} with {current} prefill workers"
+        chosen = next(number for number in numbers if good[number] >= (1 - MIN_LOSS) * best)
+        reason = f"{good[chosen]:.1f} good requests/s with {chosen} prefill workers, {good[current]:.1f} with {current}"
+        if good[current] >= (1 - MIN_LOSS * 2 ** len(self._changes)) * good[chosen]:
+            reason += f": too little for a change, after {len(self._changes)} in the last hour"
             return Plan(current, current, reason, scale, tuple(predictions))
         self._changes.append(now)
-        reason = f"{good[chosen]:.1f} good requests/s with {chosen} prefill workers, {good[current]:.1f} with {current}"
         return Plan(chosen, current, reason, scale, tuple(predictions))
 
     def _at_the_limit(self, model: CapacityModel, numbers: Sequence[int]) -> tuple[float, list[Prediction]]:

@@ -92,7 +92,7 @@ class SimRouter:
         self._on_load = on_load
         self._requests: dict[str, RequestState] = {}  # by the request's id
         self._index = PrefixIndex()
-        self.meter = LoadMeter(events.now)
+        self.meter = LoadMeter(events.now, settings.expected_output)
         self._workers = {worker.id: worker for worker in workers}
         self._loads = {worker.id: self._follow(worker) for worker in workers}
 

@@ -29,6 +29,18 @@ def test_fewer_combined_workers_find_less_in_their_caches() -> None:
     assert own[1].combined_busy > shared[1].combined_busy
 
 
+def test_predictions_do_not_depend_on_the_number_with_which_caches_were_measured() -> None:
+    # with 0 prefill workers, three quarters of the prompts are found; with 8, half of that: those are other requests
+    hit, miss = (Demand(rate, local, 16_000, 16_000, 150) for rate, local in ((30.0, 1_000), (10.0, 16_000)))
+    fewer = [replace(hit, rate=15.0), replace(miss, rate=25.0)]
+    all_combined = CapacityModel([hit, miss], fleet(), TARGETS, current=0).predict(range(0, 16, 4))
+    half = CapacityModel(fewer, fleet(), TARGETS, current=8).predict(range(0, 16, 4))
+    for one, other in zip(all_combined, half, strict=True):
+        assert one.good_per_s == pytest.approx(other.good_per_s, rel=0.06)
+    assert all_combined[0].good_per_s > 1.01 * all_combined[2].good_per_s
+    assert half[0].good_per_s > 1.01 * half[2].good_per_s
+
+
 def test_long_prompts_with_short_answers_are_computed_best_by_prefill_workers() -> None:
     model = CapacityModel([replace(LONG, rate=22.0)], fleet(), TARGETS)
     good = [one.good_per_s for one in model.predict(range(16))]

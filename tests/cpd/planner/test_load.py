@@ -8,7 +8,7 @@ from cpd.planner.load import MEMORY_S, LoadMeter
 
 
 def test_rates_and_mean_lengths_are_measured_by_class() -> None:
-    meter = LoadMeter(began=100.0)
+    meter = LoadMeter(100.0, expected_output=256)
     for number in range(1000):
         now = 100.0 + 0.1 * number
         key = meter.arrived(2_000, 200, 1_000, now)
@@ -23,7 +23,7 @@ def test_rates_and_mean_lengths_are_measured_by_class() -> None:
 
 
 def test_a_rate_that_rises_evenly_is_followed_without_lag() -> None:
-    meter, now, rate = LoadMeter(began=0.0), 0.0, 20.0
+    meter, now, rate = LoadMeter(0.0, expected_output=256), 0.0, 20.0
     while now < 300:
         rate = 20.0 + 0.2 * now
         now += 1 / rate
@@ -33,7 +33,7 @@ def test_a_rate_that_rises_evenly_is_followed_without_lag() -> None:
 
 
 def test_a_load_that_ended_is_forgotten() -> None:
-    meter = LoadMeter(began=0.0)
+    meter = LoadMeter(0.0, expected_output=256)
     for number in range(1000):
         meter.arrived(2_000, 200, 1_000, 0.01 * number)
     assert meter.requests(10.0) == pytest.approx(1000, rel=0.2)
@@ -41,9 +41,18 @@ def test_a_load_that_ended_is_forgotten() -> None:
     assert not meter.demands(10.0 + 20 * MEMORY_S)
 
 
+def test_answers_have_the_expected_length_until_there_are_some() -> None:
+    meter = LoadMeter(0.0, expected_output=40)
+    key = meter.arrived(2_000, 200, 1_000, 1.0)
+    assert meter.demands(1.0)[0].output_tokens == pytest.approx(40)
+    for _ in range(500):
+        meter.answered(key, 300)
+    assert meter.demands(1.0)[0].output_tokens == pytest.approx(300, rel=0.02)
+
+
 @given(st.lists(st.tuples(st.integers(0, 50_000), st.integers(-5, 50_000), st.integers(-5, 50_000)), max_size=50))
 def test_any_lengths_can_be_counted(requests: list[tuple[int, int, int]]) -> None:
-    meter = LoadMeter(began=0.0)
+    meter = LoadMeter(0.0, expected_output=256)
     for prompt, local, remote in requests:
         meter.arrived(prompt, local, remote, 1.0)
     demands = meter.demands(2.0)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.planner.capacity import Demand
-from cpd.planner.planner import CHANGES_PER_HOUR, MIN_GAIN, MIN_REQUESTS, NEARLY, SETTLE_S, Plan, Planner
+from cpd.planner.planner import MIN_LOSS, MIN_REQUESTS, SETTLE_S, Plan, Planner
 from tests.cpd.planner.fleets import CHATS, LONG, TARGETS, demands, fleet
 
 MANY = 10.0 * MIN_REQUESTS
@@ -30,8 +30,8 @@ def test_a_change_says_what_it_is_based_on() -> None:
     one = plan([CHATS], 8)
     good = {each.prefill_workers: each.good_per_s for each in one.predictions}
     assert set(good) == set(range(16))
-    assert good[one.prefill_workers] >= (1 - NEARLY) * max(good.values())
-    assert good[one.prefill_workers] >= (1 + MIN_GAIN) * good[8]
+    assert good[one.prefill_workers] >= (1 - MIN_LOSS) * max(good.values())
+    assert good[8] < (1 - MIN_LOSS) * good[one.prefill_workers]
     assert f"{good[0]:.1f} good requests/s with 0 prefill workers, {good[8]:.1f} with 8" in one.reason
 
 
@@ -49,15 +49,27 @@ def test_a_change_settles_before_the_next() -> None:
     assert plan([replace(LONG, rate=20.0)], 0, planner, SETTLE_S + 1).changes
 
 
-def test_there_are_only_some_changes_in_an_hour() -> None:
+def test_roles_change_at_most_seven_times_in_an_hour_whatever_the_load() -> None:
     planner, current, changes = Planner(TARGETS), 0, list[float]()
-    for step in range(100):
+    # each load serves nothing with the best number for the other one
+    loads = [Demand(50.0, 20_000, 20_000, 20_000, 1)], [replace(CHATS, rate=2_000.0, output_tokens=2_000)]
+    for step in range(200):
         now = 60.0 * step
-        one = plan([CHATS] if step % 2 else [replace(LONG, rate=20.0)], current, planner, now)
+        one = plan(loads[step % 2], current, planner, now)
         current = one.prefill_workers
         changes += [now] * one.changes
-    assert len(changes) > CHANGES_PER_HOUR
-    assert all(later - first >= 3600 for first, later in zip(changes, changes[CHANGES_PER_HOUR:], strict=False))
+    assert len(changes) > 7
+    assert all(later - first >= 3600 for first, later in zip(changes, changes[7:], strict=False))
+
+
+def test_each_change_raises_the_bar_for_the_next() -> None:
+    planner, long = Planner(TARGETS), [replace(LONG, rate=22.0)]
+    for number in range(7):
+        assert plan([CHATS], 15, planner, 100.0 * number).changes
+    one = plan(long, 0, planner, 1000.0)
+    assert not one.changes
+    assert "7 in the last hour" in one.reason
+    assert plan(long, 0, planner, 600.0 + 3600).changes
 
 
 def test_a_single_worker_remains_combined() -> None:
@@ -65,15 +77,38 @@ def test_a_single_worker_remains_combined() -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@given(st.lists(demands(), min_size=1, max_size=6), st.integers(1, 16), st.floats(0, 1.2), st.data())
+def test_a_constant_load_comes_to_rest(
+    load: list[Demand], workers: int, elasticity: float, data: st.DataObject
+) -> None:
+    # what is found in caches changes with the number of combined workers, and not as the model takes it to
+    start = current = data.draw(st.integers(0, workers - 1))
+    planner, changes = Planner(TARGETS), list[int]()
+    for step in range(20):
+        found = ((workers - current) / workers) ** elasticity
+        measured = [
+            replace(one, local_tokens=one.remote_tokens - found * (one.remote_tokens - one.local_tokens))
+            for one in load
+        ]
+        one = planner.plan(measured, MANY, fleet(workers), current, 100.0 * step)
+        assert 0 <= one.prefill_workers < workers
+        if one.changes:
+            changes.append(step)
+        current = one.prefill_workers
+    assert len(changes) <= 7
+    assert not changes or changes[-1] < 7, f"still changing, from {start}"
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.lists(demands(), min_size=1, max_size=6), st.integers(1, 16), st.data())
-def test_a_constant_load_changes_roles_at_most_once(load: list[Demand], workers: int, data: st.DataObject) -> None:
-    # nothing is cached on some workers only: what they find would be measured anew after a change
+def test_without_caches_a_constant_load_changes_roles_at_most_once(
+    load: list[Demand], workers: int, data: st.DataObject
+) -> None:
     load = [replace(one, remote_tokens=one.local_tokens) for one in load]
     current = data.draw(st.integers(0, workers - 1))
     planner, changes = Planner(TARGETS), 0
     for step in range(4):
         one = planner.plan(load, MANY, fleet(workers), current, 100.0 * step)
-        assert 0 <= one.prefill_workers < workers
         changes += one.changes
         current = one.prefill_workers
     assert changes <= 1
