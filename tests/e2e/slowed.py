@@ -1,9 +1,9 @@
 """`python -m tests.e2e.slowed`: what moving streams away from a worker does that becomes half as fast under load.
 
 Real workers in float32 (`slowable_worker.py`) serve a constant number of streams; each is compared with the answer that
-the idle cluster gave. One router moves streams, the other one does not; they take turns on the same workers. In each
-round a worker becomes slow a moment after the streams have begun, and fast again at the end. Prints a table; ends with
-code 1 if a token was wrong, a stream failed, or one moved twice within ten seconds.
+the idle cluster gave. Each round starts a cluster that moves streams and one that does not, and makes a worker slow a
+moment after the streams have begun. Prints a table; ends with code 1 if a token was wrong, a stream failed, or one
+moved twice within ten seconds.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -49,13 +49,12 @@ class SlowableCluster(Cluster):
 
 @dataclass
 class Arm:
-    """What one router's streams saw.
+    """What the streams saw, with moves or without.
 
     Attributes:
         gaps_s: Gaps between tokens while a worker is slow: of its streams and of others, at any time and once settled.
         moved: Number of streams that moved.
         twice: Number of streams that moved twice within REST_S.
-        begun: Streams that began while a worker was slow: on it, and in all.
     """
 
     gaps_s: dict[tuple[bool, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -67,10 +66,11 @@ class Arm:
 
 
 class Load:
-    """Streams through one router."""
+    """Streams through the cluster's router."""
 
-    def __init__(self, url: str, expected: Sequence[Sequence[int]], arm: Arm, names: "itertools.count[int]") -> None:
-        self._url, self._expected, self._arm, self._names = url, expected, arm, names
+    def __init__(self, url: str, expected: Sequence[Sequence[int]], arm: Arm) -> None:
+        self._url, self._expected, self._arm = url, expected, arm
+        self._names = itertools.count()
         self.slow_at = float("inf")
 
     async def run(self, streams: int, seconds: float) -> None:
@@ -118,23 +118,16 @@ class Load:
                 arm.gaps_s[of_slow, before_s >= self.slow_at + SETTLED_S].append(now_s - before_s)
 
 
-async def _measure(
-    cluster: Cluster, arms: dict[str, Arm], urls: dict[str, str], streams: int, tokens: int, seconds: float, rounds: int
-) -> None:
+async def _measure(cluster: Cluster, arm: Arm, streams: int, tokens: int, seconds: float) -> None:
     async with client(cluster.url) as http:
         asked = [complete(http, prompt(number), max_tokens=tokens) for number in range(PROMPTS)]
         expected = [answer.token_ids for answer in await asyncio.gather(*asked)]
-    names = itertools.count()
-    for number in range(rounds):
-        for name in sorted(arms, reverse=bool(number % 2)):
-            load = Load(urls[name], expected, arms[name], names)
-            running = asyncio.create_task(load.run(streams, FAST_S + seconds))
-            await asyncio.sleep(FAST_S)
-            cluster.send(SLOW, signal.SIGUSR1)
-            load.slow_at = time.monotonic()
-            await asyncio.sleep(seconds)
-            await running
-            cluster.send(SLOW, signal.SIGUSR2)
+    load = Load(cluster.url, expected, arm)
+    running = asyncio.create_task(load.run(streams, FAST_S + seconds))
+    await asyncio.sleep(FAST_S)
+    cluster.send(SLOW, signal.SIGUSR1)
+    load.slow_at = time.monotonic()
+    await running
 
 
 def run(
@@ -142,14 +135,16 @@ def run(
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 400,
     workers: Annotated[int, typer.Option(help="Combined workers.")] = 3,
     seconds: Annotated[float, typer.Option(help="Seconds in each round for which a worker is slow.")] = 40.0,
-    rounds: Annotated[int, typer.Option(help="Rounds of each router.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 2,
 ) -> None:
     """Slow a worker down under load, with moves and without."""
     arms = {"with moves": Arm(), "without": Arm()}
-    settings = {"prefill": 0, "combined": workers, "routers": 1, "colocate": "mixed", "max_num_seqs": 2 * streams}
-    with SlowableCluster(model=str(tiny.CHECKPOINT), served_model_name=MODEL, **settings) as cluster:
-        urls = {"with moves": cluster.url, "without": cluster.add_router(policy=PolicySettings(moves=False))}
-        asyncio.run(_measure(cluster, arms, urls, streams, tokens, seconds, rounds))
+    settings: dict[str, Any] = {"prefill": 0, "combined": workers, "routers": 1, "colocate": "mixed"}
+    for number in range(rounds):
+        for name in sorted(arms, reverse=bool(number % 2)):
+            settings["policy"] = PolicySettings(moves=name == "with moves")
+            with SlowableCluster(model=str(tiny.CHECKPOINT), served_model_name=MODEL, **settings) as cluster:
+                asyncio.run(_measure(cluster, arms[name], streams, tokens, seconds))
     _print(arms)
     sys.exit(any(arm.errors or arm.wrong or arm.twice for arm in arms.values()))
 
