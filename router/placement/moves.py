@@ -16,7 +16,7 @@ measurements (`worker_load.py`).
 
 A worker is *slow* for a stream if its steps take at least SLOW times those of T with this stream. It is *full* if its
 pages do not last all its streams for another `horizon_tokens`. T must not become full itself, must have a free batch
-slot, and must keep the ITL target. So two workers never send each other the same stream: both would have to be slower.
+slot, and must keep the ITL target. So a stream does not go back at once: each worker would have to be the slower one.
 """
 
 from collections.abc import Callable, Sequence
@@ -143,8 +143,7 @@ class Moves:
         return move if now - since >= PATIENCE_S else None
 
     def forget(self, worker_id: str) -> None:
-        """Starts the time anew for which a worker must be slow or full: a stream that left it came back, or it is
-        gone."""
+        """Starts the time anew for which a worker must be slow or full, because a stream that left it came back."""
         self._since.pop(worker_id, None)
 
     def _best(
