@@ -49,7 +49,7 @@ class RequestMetrics:
         self.output_tokens = counter("output_tokens", "Output tokens.")
         self.replays = counter("replays", "Requests placed again because their worker was lost.")
         self.convictions = counter("convictions", "Requests given up because two workers crashed while running them.")
-        moves = "Outputs that left a draining worker; returned: no other worker took it, and it went on there."
+        moves = "Outputs that left a worker that drains, is slow or full; returned: no other one took it."
         self.moves = cache(counter("moves", moves, "outcome").labels)
         self.refusals = cache(counter("refusals", "Requests that a worker gave back, by reason.", "reason").labels)
         replicated = "Placements; replicated: another combined worker had more of the prompt cached."

@@ -64,6 +64,11 @@ class PolicySettings(BaseModel):
     prefix_fetches: bool = Field(
         True, description="Fetch a prefix from another worker's cache where that is predicted to be quicker."
     )
+    moves: bool = Field(
+        True,
+        description="Move running streams away from a worker that is much slower than others, or short of KV pages, "
+        "where that is predicted to gain more than it costs.",
+    )
     fallback_error: float = Field(
         3.0,
         gt=1,

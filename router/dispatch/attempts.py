@@ -22,6 +22,7 @@ from router.dispatch.worker_session import WorkerSession
 from router.errors import ApiError
 from router.placement.decisions import Decision
 from router.placement.learning import Learning
+from router.placement.moves import Move
 from router.placement.policy import Placement
 
 PROBATION_TOKENS = 4
@@ -138,12 +139,14 @@ class Parked:
     """Where an attempt was parked.
 
     Attributes:
-        session: The worker, which drains.
+        session: The worker.
         name: The name that the worker knows the attempt by.
+        target: The only worker that it moves to; empty: any.
     """
 
     session: WorkerSession
     name: pb.Park
+    target: str
 
     def placement(self, placement: Placement, blocks: int) -> Placement:
         """Returns the placement with a fetch of `blocks` blocks from this worker, unless it is the one that decodes."""
@@ -179,7 +182,9 @@ class Attempt:
         deadline: Loop time until which it may wait for a worker; None if it did not wait since its last token.
         timer: Retries it while it waits; None otherwise.
         park_asked: Its worker was asked to park it, since that worker's last load report.
+        move: Why its worker was asked to park it, and where it goes; None if the worker gives all its attempts away.
         stays_until: Loop time before which it is not moved again, because no other worker took it.
+        moved_at: Loop time at which it last moved.
         parked: The worker that keeps its pages until it has a token from another one; None if it does not move.
     """
 
@@ -203,7 +208,9 @@ class Attempt:
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
     park_asked: bool = False
+    move: Move | None = None
     stays_until: float = 0.0
+    moved_at: float = -inf
     parked: Parked | None = None
 
     @property

@@ -8,9 +8,9 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
        +---------+--- rerouted                -> another worker or the same, without the prefill workers that failed
        |         +--- worker lost             -> replayed: prompt and output so far, one attempt per choice
        |         +--- worker crashed          -> the same, as a suspect; if it crashes the next one, too: 500
-       +---------+--- parked (worker drains   -> moved: as replayed, with the pages of the old worker, which keeps
-       |              or prefers prefills)       them until the first token from elsewhere; without another worker it
-       |                                         goes on where it is parked
+       +---------+--- parked (worker drains,  -> moved: as replayed, with the pages of the old worker, which keeps
+       |              prefers prefills, is       them until the first token from elsewhere; without another worker it
+       |              slow or full)              goes on where it is parked
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
 A new request is refused before it is placed if its prompt would wait longer than it may, as predicted. It is given up
@@ -36,6 +36,7 @@ from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.errors import ApiError, crashes_workers, failed, one_line, too_many, unavailable, waits_too_long
 from router.placement.decisions import Decisions
+from router.placement.moves import Move, Moves, Stream
 from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
 from router.request_metrics import RequestMetrics
 
@@ -68,6 +69,9 @@ RETRY_S = 1.0
 
 MAX_MOVES = 4
 """Number of attempts that move away from a worker at a time, so that each stands still only briefly."""
+
+REST_S = 10.0
+"""An attempt that has moved does not move for this long because its worker is slow or full, in seconds."""
 
 MOVE_S = 5.0
 """Time for an attempt that moves to get a token from its new worker, in seconds. Then it goes on elsewhere, or back."""
@@ -117,6 +121,7 @@ class Dispatcher:
         self._suspects: set[Attempt] = set()
         self._convictions = Convictions()
         self._slices = LoopSlices(self._on_output)
+        self._moves = Moves(targets, workers.learning.settings)
 
     # ---- called by the API ----
 
@@ -201,12 +206,17 @@ class Dispatcher:
             elif attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
 
-    def moving(self, session: WorkerSession) -> None:
-        """Moves attempts away from a worker that gives them away. Called again and again."""
+    def reported(self, session: WorkerSession) -> None:
+        """Moves attempts away from a worker that gives them away, or is slow or full, as its load report says."""
+        if not (session.gives_away or self._suspicious(session)):
+            return
         for attempt in self._attempts.values():
             if attempt.session is session:
                 attempt.park_asked = False  # the worker may have had to ignore it
-        self._move(session)
+        if session.gives_away:
+            self._move(session)
+        else:
+            self._relieve(session)
 
     def lost(self, session: WorkerSession, *, crashed: bool) -> None:
         """Replays, on other workers, the attempts of a session that has ended.
@@ -324,22 +334,66 @@ class Dispatcher:
 
     def _move(self, session: WorkerSession) -> None:
         """Asks a worker that gives its attempts away to park the next ones for which there is another worker."""
-        now = asyncio.get_running_loop().time()
-        here = [one for one in self._attempts.values() if one.session is session and now >= one.stays_until]
-        away = sum(one.parked is not None and one.parked.session is session for one in self._attempts.values())
-        asked = sum(one.park_asked for one in here)
-        for attempt in here:
-            if away + asked >= MAX_MOVES:
+        free = self._free_moves(session)
+        for attempt in self._movable(session):
+            if free <= 0:
                 break
             if not attempt.park_asked and self._workers.candidates("combined", attempt.longest):
-                session.park(pb.Park(request=attempt.id, attempt=attempt.number))
-                attempt.park_asked = True
-                asked += 1
+                self._ask_to_park(attempt, None)
+                free -= 1
+
+    def _suspicious(self, session: WorkerSession) -> bool:
+        """True if streams may have to move because the worker is slow or full."""
+        load = session.worker_load
+        if not (self._learning.settings.moves and self._learning.trusted and session.live and load is not None):
+            return False
+        now = asyncio.get_running_loop().time()
+        return self._moves.suspicious(load.candidate, lambda: self._workers.candidates("combined", 1), now)
+
+    def _relieve(self, session: WorkerSession) -> None:
+        """Asks a worker that is slow or full to park the attempt that gains most by moving, if one does."""
+        now = asyncio.get_running_loop().time()
+        if session.worker_load is None or self._free_moves(session) <= 0:
+            return
+        streams = {
+            attempt.id: Stream(
+                attempt.id,
+                attempt.request.prompt_len + len(attempt.emitted),
+                len(attempt.emitted),
+                attempt.request.sampling.max_tokens,
+                self._learning.expected_output(attempt.request.tenant),
+            )
+            for attempt in self._movable(session)
+            if attempt.request.started and not attempt.crashes
+            if len(attempt.choices) == 1 and now >= attempt.moved_at + REST_S
+        }
+        longest = max((self._attempts[key].longest for key in streams), default=0)
+        others = self._workers.candidates("combined", longest, exclude={session.id})
+        move = self._moves.find(session.worker_load.candidate, list(streams.values()), others, now)
+        if move is not None:
+            self._ask_to_park(self._attempts[move.key], move)
+
+    def _movable(self, session: WorkerSession) -> list[Attempt]:
+        now = asyncio.get_running_loop().time()
+        return [one for one in self._attempts.values() if one.session is session and now >= one.stays_until]
+
+    def _free_moves(self, session: WorkerSession) -> int:
+        """The number of attempts that may begin to move away from a worker."""
+        attempts = self._attempts.values()
+        away = sum(one.parked is not None and one.parked.session is session for one in attempts)
+        return MAX_MOVES - away - sum(one.park_asked for one in attempts if one.session is session)
+
+    def _ask_to_park(self, attempt: Attempt, move: Move | None) -> None:
+        assert attempt.session is not None
+        attempt.session.park(pb.Park(request=attempt.id, attempt=attempt.number))
+        attempt.park_asked, attempt.move = True, move
 
     def _on_parked(self, attempt: Attempt, session: WorkerSession) -> None:
         """Places an attempt elsewhere, which its worker has parked."""
-        parked = Parked(session, pb.Park(request=attempt.id, attempt=attempt.number))
-        attempt.detach("parked, to move")
+        move = attempt.move
+        target, why = (move.target, f" to {move.target}: {move.describe()}") if move is not None else ("", "")
+        parked = Parked(session, pb.Park(request=attempt.id, attempt=attempt.number), target)
+        attempt.detach(f"parked, to move{why}")
         attempt.refused_by.clear()
         attempt.queue_full.clear()
         for part in self._split(attempt):
@@ -363,6 +417,7 @@ class Dispatcher:
         """Frees the pages that a worker keeps for an attempt, which goes on elsewhere, and moves the next one."""
         parked = attempt.parked
         assert parked is not None
+        attempt.moved_at = asyncio.get_running_loop().time()
         self._metrics.moves("moved").inc()
         self._unpark(attempt)
         if parked.session.gives_away:
@@ -391,6 +446,8 @@ class Dispatcher:
         # workers lost while running it get it again only if there are no others
         combined = workers.takers(longest, exclude=attempt.lost_by | refused_by)
         combined = combined or workers.takers(longest, exclude=refused_by)
+        if parked is not None and parked.target:
+            combined = [one for one in combined if one.worker_id == parked.target]
         # no other worker takes it: it goes on where it is parked, unless it is a suspect and others are there
         returns = not combined and parked is not None and parked.session.id not in refused_by
         if parked is not None and returns and parked.session.worker_load is not None:
@@ -439,6 +496,7 @@ class Dispatcher:
             submit.resumes.CopyFrom(parked.name)
             attempt.parked, attempt.stays_until = None, now + STAY_S
             self._metrics.moves("returned").inc()
+            self._moves.forget(parked.session.id)
         decode.submit(submit)
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
         self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()

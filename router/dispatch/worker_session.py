@@ -89,7 +89,7 @@ class Listener(Protocol):
 
     def refusal(self, session: "WorkerSession", refusal: pb.Refusal) -> None: ...
 
-    def moving(self, session: "WorkerSession") -> None: ...
+    def reported(self, session: "WorkerSession") -> None: ...
 
     def lost(self, session: "WorkerSession", *, crashed: bool) -> None: ...
 
@@ -353,8 +353,8 @@ class WorkerSession:
                 self._set_state(message.load.state)
                 if self.role != before:
                     listener.ready(self)
-                if self.gives_away and self.worker_load is not None and self.worker_load.sequences:
-                    listener.moving(self)
+                if self.worker_load is not None and self.worker_load.sequences:
+                    listener.reported(self)
             case "refusal":
                 listener.refusal(self, message.refusal)
             case "end":

@@ -1,8 +1,9 @@
-"""Each fault, to each side of a stream that moves away from a draining worker, in each phase of the move.
+"""Each fault, to each side of a stream that moves away from its worker, in each phase of the move.
 
-A cell sends a request, drains the worker that decodes it, and holds the fetch of its pages by the other combined worker
-in the phase: the request is parked, and the target has not started. Then it injects the fault and lets the move go on.
-The tokens must be right, wherever they come from, and nothing may leak. The drained worker ends and is started again.
+A cell sends a request, drains the worker that decodes it or slows it down, and holds the fetch of its pages by the
+other combined worker in the phase: the request is parked, and the target has not started. Then it injects the fault and
+lets the move go on.
+The tokens must be right, wherever they come from, and nothing may leak. A drained worker ends and is started again.
 """
 
 import asyncio
@@ -23,8 +24,15 @@ OUTPUT_TOKENS = 600
 """Enough to be running still when its worker drains."""
 
 
+class Cause(Enum):
+    """Why the stream moves: its worker drains, or has become slow."""
+
+    DRAINS = "drains"
+    SLOW = "slow"
+
+
 class MoveSide(Enum):
-    """The process that the fault hits: the draining worker, the one that goes on, or the router of the request."""
+    """The process that the fault hits: the worker that is left, the one that goes on, or the router of the request."""
 
     SOURCE = "source"
     TARGET = "target"
@@ -46,7 +54,14 @@ _HOLD_AT = {
 }
 
 
-async def run_move_cell(cluster: FaultCluster, oracle: Oracle, side: MoveSide, fault: Fault, phase: MovePhase) -> str:
+async def run_move_cell(
+    cluster: FaultCluster,
+    oracle: Oracle,
+    side: MoveSide,
+    fault: Fault,
+    phase: MovePhase,
+    cause: Cause = Cause.DRAINS,
+) -> str:
     """Runs one cell.
 
     Returns:
@@ -57,7 +72,7 @@ async def run_move_cell(cluster: FaultCluster, oracle: Oracle, side: MoveSide, f
     """
     await cluster.disarm()
     async with client(cluster.urls["router-0"]) as http:
-        prompt, request, source, target = await hold_move(cluster, oracle, http, phase)
+        prompt, request, source, target = await hold_move(cluster, oracle, http, phase, cause)
         hit = Subject.ROUTER if side is MoveSide.ROUTER else Subject.DECODE
         handlers = Handlers(prefill="prefill-0", decode=target if side is MoveSide.TARGET else source)
         end_fault = await inject(cluster, hit, fault, handlers)
@@ -77,19 +92,23 @@ async def run_move_cell(cluster: FaultCluster, oracle: Oracle, side: MoveSide, f
 
 
 async def hold_move(
-    cluster: FaultCluster, oracle: Oracle, http: httpx.AsyncClient, phase: MovePhase
+    cluster: FaultCluster,
+    oracle: Oracle,
+    http: httpx.AsyncClient,
+    phase: MovePhase,
+    cause: Cause = Cause.DRAINS,
 ) -> tuple[list[int], asyncio.Task[Answer], str, str]:
     """Returns prompt, request, source and target when the request is held in the phase."""
-    while (held := await _try_to_hold(cluster, oracle, http, phase)) is None:
+    while (held := await _try_to_hold(cluster, oracle, http, phase, cause)) is None:
         await cluster.disarm()
         await cluster.wait_until_healthy()
     return held
 
 
 async def _try_to_hold(
-    cluster: FaultCluster, oracle: Oracle, http: httpx.AsyncClient, phase: MovePhase
+    cluster: FaultCluster, oracle: Oracle, http: httpx.AsyncClient, phase: MovePhase, cause: Cause
 ) -> tuple[list[int], asyncio.Task[Answer], str, str] | None:
-    """Sends a request, and drains its worker. Returns prompt, request, source and target when it is held in the phase.
+    """Sends a request, and has it leave its worker. Returns what `hold_move` does when it is held in the phase.
 
     Returns None if the request ended without being held, for example because the workers' pools were connected already.
     """
@@ -103,11 +122,18 @@ async def _try_to_hold(
     side, point, k = _HOLD_AT[phase]
     holds = source if side is MoveSide.SOURCE else target
     await cluster.arm(holds, point, Action.HOLD, k)
-    cluster.processes[source].signal(signal.SIGTERM)
-    while not await _triggered(cluster, holds):
-        if request.done():
-            request.result()
-            return None
+    process = cluster.processes[source]
+    if cause is Cause.DRAINS:
+        process.signal(signal.SIGTERM)
+    else:
+        process.throttle()
+    try:
+        while not await _triggered(cluster, holds):
+            if request.done():
+                request.result()
+                return None
+    finally:
+        process.unthrottle()
     return prompt, request, source, target
 
 

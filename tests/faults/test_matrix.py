@@ -19,7 +19,7 @@ from tests.faults.cluster import FaultCluster
 from tests.faults.fetch_matrix import FetchPhase, Side, run_fetch_cell
 from tests.faults.hang_ups import Waiting, run_hang_up_cell
 from tests.faults.matrix import MAX_TOKENS, PROMPT_TOKENS, Fault, Phase, Subject, run_cell
-from tests.faults.move_matrix import MovePhase, MoveSide, run_move_cell
+from tests.faults.move_matrix import Cause, MovePhase, MoveSide, run_move_cell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -75,6 +75,12 @@ MOVE_CELLS = [
     for transport in ("ucx", "nixl")
     for cell in product(MoveSide, Fault, MovePhase)
 ]
+
+SLOW_MOVES = [
+    (MoveSide.SOURCE, Fault.KILLED, MovePhase.DURING_PUSH),
+    (MoveSide.TARGET, Fault.KILLED, MovePhase.DURING_PUSH),
+]
+"""A few cells for a worker that is slow: the move itself is the same."""
 
 HANG_UPS = [
     pytest.param(
@@ -171,6 +177,18 @@ async def test_moves_end_correctly_and_nothing_leaks(
         outcome = await run_move_cell(cluster, oracle, side, fault, phase)
         # otherwise the client's connection ends with its router
         assert side is MoveSide.ROUTER or outcome == "right"
+    except BaseException:
+        cluster.print_logs()
+        raise
+
+
+@pytest.mark.parametrize("transport", ["ucx"], scope="module")
+@pytest.mark.parametrize(("side", "fault", "phase"), SLOW_MOVES)
+async def test_moves_away_from_a_slow_worker_end_correctly_and_nothing_leaks(
+    transport: str, cluster: FaultCluster, oracle: Oracle, side: MoveSide, fault: Fault, phase: MovePhase
+) -> None:
+    try:
+        assert await run_move_cell(cluster, oracle, side, fault, phase, Cause.SLOW) == "right"
     except BaseException:
         cluster.print_logs()
         raise

@@ -1,4 +1,4 @@
-"""Requests that leave a draining worker."""
+"""Requests that leave a worker that drains, is slow or is full."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 
 from cpd.common import stream
 from cpd.common.blocks import unpack_tokens
+from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import dispatcher
+from router.placement import moves
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.dispatch.suspects import Suspects
 from tests.router.fake_worker import Answer, FakeWorker, Script
@@ -291,3 +293,102 @@ async def test_suspects_go_back_one_after_the_other(
     for call in calls:
         assert await _texts(call) == [REPLY]
     assert suspects.most == 1
+
+
+def _slow(worker: FakeWorker) -> None:
+    """Reports one stream, and steps that take three times as long as predicted."""
+    load = pb.Load(state=pb.STATE_READY, running=1, decodes=1, decode_context=34, slowdown=3.0, free_pages=100)
+    worker.send(pb.WorkerMessage(load=load))
+
+
+def _full(worker: FakeWorker) -> None:
+    """Reports one stream, and no page for its next block."""
+    load = pb.Load(state=pb.STATE_READY, running=1, decodes=1, decode_context=34, used_pages=100)
+    worker.send(pb.WorkerMessage(load=load))
+
+
+async def _placements(router: Router, request_id: str) -> list[dict[str, Any]]:
+    placements: list[dict[str, Any]] = (await router.http.get(f"/requests/{request_id}")).json()["placements"]
+    return placements
+
+
+@pytest.mark.parametrize(("report", "reason"), [(_slow, "slow"), (_full, "full")], ids=["slow", "full"])
+async def test_a_stream_leaves_a_slow_or_full_worker_and_the_request_shows_why(
+    start: Start, says: Says, tokenizer: Tokenizer, report: Callable[[FakeWorker], None], reason: str
+) -> None:
+    d = await start(says(REPLY))
+    while not d.call.done():
+        report(d.source)
+        await asyncio.sleep(0.02)
+    assert await _texts(d.call) == [REPLY]
+    assert d.source.parks == [d.name]
+    (submit,) = d.target.submits
+    assert unpack_tokens(submit.tokens).tolist() == [*PROMPT, *tokenizer.encode(REPLY).ids[:AFTER]]
+    assert submit.prefix_source.worker_id == "source"
+    await _holds(lambda: len(d.source.aborts) > 0)
+    assert await _moves(d.router, "moved") == 1
+    parked, finished = await _placements(d.router, d.call.result().headers["x-request-id"])
+    assert parked["outcome"].startswith(f"parked, to move to target: its worker is {reason}")
+    assert finished["outcome"] == "finished"
+
+
+async def test_a_stream_of_a_slow_worker_goes_back_if_the_one_that_was_chosen_refuses(
+    start: Start, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "PATIENCE_S", 0.0)
+    d = await start(_refuses(pb.Refusal.KIND_QUEUE_FULL))
+    d.source.script = says(REPLY)
+    _slow(d.source)
+    assert await _texts(d.call) == [REPLY]
+    assert d.source.submits[1].resumes == d.name
+    assert d.source.aborts == []
+    assert await _moves(d.router, "returned") == 1
+
+
+async def test_a_stream_that_has_moved_rests(
+    start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(dispatcher, "REST_S", 0.5)
+    source = await start_worker(says(REPLY, after=_stands_still), worker_id="source")
+    router = await start_router(source)
+    call = _ask(router)
+    await _stand(router, AFTER - 1)
+    moved_at = 0.0
+
+    async def one_more(count: int) -> None:
+        nonlocal moved_at
+        if count:
+            await asyncio.Event().wait()
+        moved_at = asyncio.get_running_loop().time()
+
+    target = await start_worker(says(REPLY, after=one_more), worker_id="target")
+    await router.knows(target)
+    _slow(source)
+    await _holds(lambda: moved_at > 0)
+    source.script = says(REPLY)
+    source.become(pb.ROLE_COMBINED)  # without streams
+    while not call.done():
+        _slow(target)
+        await asyncio.sleep(0.01)
+    assert await _texts(call) == [REPLY]
+    assert len(source.parks) == len(target.parks) == 1
+    assert asyncio.get_running_loop().time() - moved_at >= 0.5
+
+
+async def test_a_policy_without_moves_leaves_streams_where_they_are(
+    start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "PATIENCE_S", 0.0)
+    source = await start_worker(says(REPLY, after=_stands_still), worker_id="source")
+    router = await start_router(source, policy=PolicySettings(moves=False))
+    call = _ask(router)
+    await _stand(router, AFTER - 1)
+    target = await start_worker(says(REPLY), worker_id="target")
+    await router.knows(target)
+    _slow(source)
+    _slow(source)
+    _drain(source)  # it moves only because of this
+    assert await _texts(call) == [REPLY]
+    parked, _ = await _placements(router, call.result().headers["x-request-id"])
+    assert parked["outcome"] == "parked, to move"
