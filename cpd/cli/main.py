@@ -11,7 +11,7 @@ from cpd.cli.transfer import bench_transfer
 from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.options import clean_exit, command
-from cpd.common.settings import ClusterSettings, Role
+from cpd.common.settings import ClusterSettings, PlannerSettings, Role
 from kvtransfer.bench.settings import TransferBenchSettings
 from sim.cluster.app import app as sim_app
 
@@ -64,7 +64,15 @@ def _doctor(settings: ClusterSettings) -> None:
     doctor(_with_model(settings))
 
 
+def _planner(settings: PlannerSettings) -> None:
+    """Run the planner of a cluster without `cpd up`, until SIGTERM. Of several, one plans and the others wait."""
+    from deploy.planning import run_planner
+
+    run_planner(settings)
+
+
 app.command("up")(command(ClusterSettings, _up))
+app.command("planner")(command(PlannerSettings, _planner))
 app.command("doctor")(command(ClusterSettings, _doctor))
 
 
@@ -142,6 +150,18 @@ def role(
 
     with clean_exit():
         change_role(cluster, name, role)
+
+
+@app.command()
+def plan(
+    cluster: ClusterName = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan of GET /cluster as JSON.")] = False,
+) -> None:
+    """Show what the planner sees, predicts and has decided: how many workers prefill."""
+    from deploy.plan import show_plan
+
+    with clean_exit():
+        show_plan(cluster, as_json)
 
 
 @app.command()

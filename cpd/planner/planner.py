@@ -15,7 +15,7 @@ know (streams that grow, bursts of them, copies of cached pages) needs combined 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cpd.planner.capacity import CapacityModel, Demand, Fleet, Prediction, Targets
@@ -66,11 +66,15 @@ class Plan:
 
 
 class Planner:
-    """Plans for the workers of one model."""
+    """Plans for the workers of one model.
 
-    def __init__(self, targets: Targets) -> None:
+    Args:
+        changes: Times of the changes that an earlier planner made, oldest first.
+    """
+
+    def __init__(self, targets: Targets, changes: Iterable[float] = ()) -> None:
         self._targets = targets
-        self._changes: deque[float] = deque(maxlen=CHANGES_PER_HOUR)  # times of the last ones
+        self._changes = deque(changes, maxlen=CHANGES_PER_HOUR)  # times of the last ones
 
     def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
         """Decides for the next seconds. A plan that `changes` is taken as carried out.
