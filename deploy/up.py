@@ -40,7 +40,7 @@ from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
-from deploy.planning import ClusterPlanner, planning
+from deploy.planner import ClusterPlanner, planning
 from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected

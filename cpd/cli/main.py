@@ -11,7 +11,7 @@ from cpd.cli.transfer import bench_transfer
 from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.options import clean_exit, command
-from cpd.common.settings import ClusterSettings, PlannerSettings, Role
+from cpd.common.settings import ClusterSettings, Role
 from kvtransfer.bench.settings import TransferBenchSettings
 from sim.cluster.app import app as sim_app
 
@@ -64,15 +64,7 @@ def _doctor(settings: ClusterSettings) -> None:
     doctor(_with_model(settings))
 
 
-def _planner(settings: PlannerSettings) -> None:
-    """Run the planner of a cluster without `cpd up`, until SIGTERM. Of several, one plans and the others wait."""
-    from deploy.planning import run_planner
-
-    run_planner(settings)
-
-
 app.command("up")(command(ClusterSettings, _up))
-app.command("planner")(command(PlannerSettings, _planner))
 app.command("doctor")(command(ClusterSettings, _doctor))
 
 

@@ -351,7 +351,7 @@ PlannerMode = Literal["off", "advise", "act"]
 
 
 class PlannerSettings(SharedSettings):
-    """Settings of `cpd planner`."""
+    """One planner process."""
 
     planner: Literal["advise", "act"] = Field(
         "advise", description="Say how many workers should prefill (advise), or change their roles, too (act)."

@@ -1,8 +1,8 @@
 """The planner of a running cluster: decides every few seconds how many workers prefill, and changes their roles.
 
-It runs in the launcher (`cpd up --planner act`) or, for clusters without one, as `cpd planner`. Of several, the one that
-holds the lease in Redis plans (`cpd/common/planner_lease.py`). Beside it, it writes a report, which routers show. Each
-round
+It runs in the launcher (`cpd up --planner act`) or, for clusters without one, as a process of its own (`python -m
+deploy.planner`). Of several, the one that has the lease in Redis plans (`cpd/common/planner_lease.py`), and writes a
+report there, which routers show. Each round:
 
     take or renew the lease → ask the admin ports of all routers what arrived, and which workers are ready
     → give workers that have restarted their role back → decide → change roles → write the report
@@ -25,6 +25,7 @@ from secrets import token_hex
 from typing import Literal, cast
 
 import orjson
+import typer
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -33,6 +34,7 @@ from redis.exceptions import RedisError
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.logs import setup_logging
 from cpd.common.membership import Member, members
+from cpd.common.options import command
 from cpd.common.planner_lease import PlannerLease, read_plan
 from cpd.common.settings import PlannerSettings, Role
 from cpd.common.trust import ClusterSecret, cluster_secret
@@ -122,7 +124,7 @@ class ClusterPlanner:
             retry=Retry(NoBackoff(), 0),  # the next round tries again
         ) as redis:
             lease = PlannerLease(redis, self._cluster, self._secret, self._name, LEASE_S)
-            while not await asyncio.to_thread(ended.wait, INTERVAL_S):
+            while not ended.is_set():
                 problem = ""
                 try:
                     await self._round(redis, lease)
@@ -133,6 +135,7 @@ class ClusterPlanner:
                 if problem != self._problem:
                     self._say(f"The planner waits: {problem}" if problem else "The planner plans again")
                 self._problem = problem
+                await asyncio.to_thread(ended.wait, INTERVAL_S)
             with contextlib.suppress(RedisError, OSError):
                 await lease.release()
 
@@ -258,7 +261,7 @@ class ClusterPlanner:
         self._last["current"] = present
         total = self._last["workers"]
         if changed:
-            kind = f"{role} worker{'s' if len(changed) > 1 else ''}"
+            kind = f"{role} workers" if len(changed) > 1 else f"a {role} worker"
             self._say(
                 f"The planner makes {', '.join(changed)} {kind}: {present} of {total} prefill now ({plan.reason})"
             )
@@ -325,27 +328,6 @@ def planning(planner: ClusterPlanner) -> Iterator[None]:
         ended.set()
 
 
-def run_planner(settings: PlannerSettings) -> None:
-    """Plans until SIGTERM or SIGINT.
-
-    Raises:
-        ConfigError: There is no Redis, or the secret can't be read.
-    """
-    setup_logging(settings.log_level, settings.log_format, "planner")
-    if not settings.redis_url:
-        raise ConfigError("--redis-url is needed: Redis is where the planner finds the routers")
-    secret = cluster_secret(settings)
-    planner = ClusterPlanner(settings.planner, settings.redis_url, settings.cluster, secret, threading.Lock(), log.info)
-    ended = threading.Event()
-
-    async def until_signalled() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        await planner.run(ended)
-
-    asyncio.run(until_signalled())
-
-
 def _fleet(view: PlannerView) -> Fleet:
     """The workers, as the planner sees them."""
     shown = view["performance"]
@@ -365,3 +347,29 @@ def _hello(worker: WorkerPerformance) -> pb.Hello:
         colocate=worker["colocate"],
         decode_shares=worker["decode_shares"],
     )
+
+
+def run(settings: PlannerSettings) -> None:
+    """Plan for a cluster without `cpd up`, until SIGTERM. Of several planners one plans, and the others wait."""
+    setup_logging(settings.log_level, settings.log_format, "planner")
+    if not settings.redis_url:
+        raise ConfigError("--redis-url is needed: Redis is where the planner finds the routers")
+    secret = cluster_secret(settings)
+    planner = ClusterPlanner(settings.planner, settings.redis_url, settings.cluster, secret, threading.Lock(), log.info)
+    ended = threading.Event()
+
+    async def until_signalled() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        await planner.run(ended)
+
+    asyncio.run(until_signalled())
+
+
+def main() -> None:
+    """Runs the command line."""
+    typer.run(command(PlannerSettings, run))
+
+
+if __name__ == "__main__":
+    main()
