@@ -72,7 +72,7 @@ def _prefill_workers(state: dict[str, Any]) -> list[str]:
     return [one["id"] for one in state["workers"] if one["role"] == "prefill"]
 
 
-async def test_long_prompts_make_a_combined_worker_a_prefill_worker(
+async def test_long_prompts_make_combined_workers_prefill_workers(
     checkpoint: MakeCheckpoint, cluster: Cluster, planner: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     oracle = Oracle(checkpoint("qwen3"))
@@ -103,21 +103,23 @@ async def test_long_prompts_make_a_combined_worker_a_prefill_worker(
         oracle.check(prompt, answer.token_ids)
 
     # what the planner says, and where
-    (name,) = _prefill_workers(cluster.state())
+    (change,) = cluster.state()["plan"]["changes"]
+    names, count = change["workers"], change["after"]
+    assert _prefill_workers(cluster.state()) == sorted(names)
     show_plan("default", False)
     shown = capsys.readouterr().out
-    assert "1 of 3 workers prefill, they stay" in shown
-    assert f"0 to 1 ({name}): " in shown
+    assert f"{count} of 3 workers prefill" in shown
+    assert f"0 to {count} ({', '.join(names)}): " in shown
     assert "The planner changes roles." in shown
     log = await asyncio.to_thread(planner.read_text)
-    assert f"The planner makes {name} a prefill worker: 1 of 3 prefill now" in log
-    assert 'cpd_planner_prefill_workers{which="present"} 1.0' in metrics
+    assert f"The planner makes {', '.join(names)} " in log
+    assert f'cpd_planner_prefill_workers{{which="present"}} {count}.0' in metrics
     assert "cpd_planner_changes_total 1.0" in metrics
 
     # a worker that is started again has its first role, until the planner notices
-    await asyncio.to_thread(cluster.kill, name)
-    await until(lambda: _prefill_workers(cluster.state()) == [], f"{name} is lost")
-    await until(lambda: _prefill_workers(cluster.state()) == [name], f"{name} prefills again")
+    await asyncio.to_thread(cluster.kill, names[0])
+    await until(lambda: names[0] not in _prefill_workers(cluster.state()), f"{names[0]} is lost")
+    await until(lambda: names[0] in _prefill_workers(cluster.state()), f"{names[0]} prefills again")
     assert cluster.state()["plan"]["changes_total"] == 1
 
 
