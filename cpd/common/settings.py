@@ -347,9 +347,6 @@ class RouterSettings(AllRoutersSettings, _Advertised):
     )
 
 
-PlannerMode = Literal["off", "advise", "act"]
-
-
 class PlannerSettings(SharedSettings):
     """One planner process."""
 
@@ -361,7 +358,7 @@ class PlannerSettings(SharedSettings):
 class ClusterSettings(AllRoutersSettings, WorkersSettings):
     """Settings of a whole cluster, for `cpd up`."""
 
-    planner: PlannerMode = Field(
+    planner: Literal["off", "advise", "act"] = Field(
         "off",
         description="Decide how many workers prefill, by what arrives: say it (advise), or change their roles, too "
         "(act).",
