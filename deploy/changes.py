@@ -36,7 +36,7 @@ _COUNTS = ("combined", "prefill", "routers")
 FIXED = {
     *("model", "dtype", "device", "max_model_len", "transport", "simulate", "served_model_name"),
     *("cluster", "host", "port", "redis_url", "ray_address", "secret_file", "detach"),
-    *("tls_cert", "tls_key", "log_format"),
+    *("tls_cert", "tls_key", "log_format", "planner"),
 }
 """Settings on which all processes must agree, or that belong to the launcher."""
 

@@ -40,6 +40,7 @@ from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
+from deploy.planner import ClusterPlanner, planning
 from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
@@ -118,6 +119,9 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         stack.enter_context(control_socket(directory.control_socket, named, busy, output.say))
         if settings.ray_address:
             stack.enter_context(evened_out(cluster, changes, busy, output.say))
+        if settings.planner != "off":
+            planner = ClusterPlanner(settings.planner, settings.redis_url, settings.cluster, secret, busy, output.say)
+            stack.enter_context(planning(planner))
 
         def find(routers: Collection[str]) -> bool:
             found = [member for member in leases() if member.id in routers]

@@ -38,6 +38,7 @@ from router.dispatch.workers import Workers
 from router.followed_files import FollowedFiles, follow
 from router.listener import listen
 from router.operations.peer_routers import PeerRouters
+from router.operations.planner_metrics import PlannerMetrics
 from router.operations.summary import summarize
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
@@ -124,6 +125,7 @@ async def serve(
     )
     metrics = RequestMetrics()
     metrics.registry.register(WorkerMetrics(workers))
+    metrics.registry.register(PlannerMetrics(workers))
     service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)

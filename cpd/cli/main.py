@@ -145,6 +145,18 @@ def role(
 
 
 @app.command()
+def plan(
+    cluster: ClusterName = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan of GET /cluster as JSON.")] = False,
+) -> None:
+    """Show what the planner sees, predicts and has decided: how many workers prefill."""
+    from deploy.plan import show_plan
+
+    with clean_exit():
+        show_plan(cluster, as_json)
+
+
+@app.command()
 def scale(
     cluster: ClusterName = "default",
     combined: Annotated[int | None, typer.Option("--combined", min=1, help="Number of combined workers.")] = None,

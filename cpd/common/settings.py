@@ -347,8 +347,22 @@ class RouterSettings(AllRoutersSettings, _Advertised):
     )
 
 
+class PlannerSettings(SharedSettings):
+    """One planner process."""
+
+    planner: Literal["advise", "act"] = Field(
+        "advise", description="Say how many workers should prefill (advise), or change their roles, too (act)."
+    )
+
+
 class ClusterSettings(AllRoutersSettings, WorkersSettings):
     """Settings of a whole cluster, for `cpd up`."""
+
+    planner: Literal["off", "advise", "act"] = Field(
+        "off",
+        description="Decide how many workers prefill, by what arrives: say it (advise), or change their roles, too "
+        "(act).",
+    )
 
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
@@ -356,6 +370,11 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
     detach: bool = Field(
         False, description="Return when the cluster is ready; it goes on in the background until `cpd down`."
     )
+
+    @field_validator("planner", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML makes of `off`
 
 
 def _with_sections(settings: type[Settings], values: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,12 @@ class RequestClass(NamedTuple):
     half_octave: int
     quarter: int
 
+    @classmethod
+    def of(cls, prompt_tokens: int, local_tokens: int) -> "RequestClass":
+        """The class of a prompt of which a combined worker computes `local_tokens`, at least one."""
+        quarter = min(3, 4 * (prompt_tokens - local_tokens) // max(1, prompt_tokens))
+        return cls(int(2 * log2(max(local_tokens, _LEAST_TOKENS))), quarter)
+
 
 @dataclass(slots=True)
 class _Counts:
@@ -85,8 +91,7 @@ class LoadMeter:
             remote_tokens: Those that a worker has not cached on average: a prefill worker is as good as any.
         """
         local = max(1, local_tokens)
-        quarter = min(3, 4 * (prompt_tokens - local) // max(1, prompt_tokens))
-        key = RequestClass(int(2 * log2(max(local, _LEAST_TOKENS))), quarter)
+        key = RequestClass.of(prompt_tokens, local)
         counts = self._classes.get(key)
         if counts is None:
             counts = self._classes[key] = _Counts(now)

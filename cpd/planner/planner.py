@@ -16,7 +16,7 @@ not know (streams that grow, bursts of them, copies of cached pages) needs combi
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cpd.planner.capacity import CapacityModel, Demand, Fleet, Prediction, Targets
@@ -61,11 +61,15 @@ class Plan:
 
 
 class Planner:
-    """Plans for the workers of one model."""
+    """Plans for the workers of one model.
 
-    def __init__(self, targets: Targets) -> None:
+    Args:
+        changes: Times of the changes that an earlier planner made, oldest first.
+    """
+
+    def __init__(self, targets: Targets, changes: Iterable[float] = ()) -> None:
         self._targets = targets
-        self._changes: deque[float] = deque()  # times of those in the last hour
+        self._changes = deque(changes)  # times of those in the last hour
 
     def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
         """Decides for the next seconds. A plan that `changes` is taken as carried out.

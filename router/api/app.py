@@ -41,6 +41,7 @@ from router.dispatch.dispatcher import RETRY_S
 from router.errors import ApiError, invalid, unavailable
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
+from router.operations.planner_view import PlannerView, planner_view
 from router.operations.status import ClusterStatus
 
 R = TypeVar("R", bound=GenerateRequest)
@@ -96,6 +97,7 @@ def create_app(
     _add_operations(app, service, peers, lifecycle)
     if peers is None:
         _add_drain(app, keys, lifecycle)
+        _add_planner_view(app, service, keys)
     complete(app, needs_key=keys.any)
     limits = TenantLimits(lambda: len(service.workers.routers))
     access = AccessLog(service.text_files.name, service.metrics)
@@ -158,6 +160,18 @@ def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
         keys.check_operator(_authorization(request))
         lifecycle.drain("asked to", EXIT_DRAINED, timeout_s)
         return _json({"status": "draining"})
+
+
+def _add_planner_view(app: FastAPI, service: CompletionService, keys: Keys) -> None:
+    """Adds the route by which the planner sees what arrives."""
+
+    @app.get("/load", responses=returns(PlannerView, 401, 403, 421))
+    async def get_load(request: Request) -> Response:
+        """The requests that this router has counted, and the workers that are ready, for the planner."""
+        keys.check_operator(_authorization(request))
+        settings = service.settings
+        view = planner_view(service.workers, service.dispatcher.arrivals, settings.slo_ttft, settings.slo_itl)
+        return _json(view)
 
 
 def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters | None, lifecycle: Lifecycle) -> None:

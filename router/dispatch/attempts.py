@@ -15,6 +15,7 @@ from typing import Protocol
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
 from cpd.common.logs import fields
 from cpd.performance.model import MAX_MS
+from cpd.planner.load import RequestClass
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.dispatch.output import Choice
@@ -79,6 +80,7 @@ class RoutedRequest:
         priority: Higher goes first.
         received: Loop time at which the request came.
         needed_at: Loop time after which the client has no use for a first token.
+        load_class: Its class in what the planner measures; None before the first placement.
         outputs: Tokens of each choice so far.
         started: Some choice has output.
         expiry: Gives the request up if it has waited too long; None if it has output.
@@ -96,6 +98,7 @@ class RoutedRequest:
     priority: int
     received: float
     needed_at: float = inf
+    load_class: RequestClass | None = field(init=False, default=None)
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
     attempts: set["Attempt"] = field(init=False, default_factory=set)

@@ -24,9 +24,12 @@ tokens. A worker runs only one suspect at a time, beside requests that are none,
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from random import Random
 
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.planner.arrivals import Arrivals
+from cpd.planner.load import RequestClass
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.dispatch.attempts import Attempt, Parked, RequestRoute, RoutedRequest
@@ -94,6 +97,7 @@ class Dispatcher:
 
     Attributes:
         decisions: Recent placements.
+        arrivals: Counts the requests, for the planner.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Dispatcher:
     ) -> None:
         self._max_wait_s = max_wait_s
         self.decisions = Decisions()
+        self.arrivals = Arrivals()
         self._learning = workers.learning
         metrics.fallback.set_function(lambda: float(not workers.learning.trusted))
         self._workers = workers
@@ -329,6 +334,9 @@ class Dispatcher:
         attempt.choice_done(choice)
         if not attempt.choices:
             self._remove(attempt, "finished")
+            request = attempt.request
+            if not request.attempts and request.load_class is not None:
+                self.arrivals.answered(request.load_class, sum(map(len, request.outputs)))
 
     # ---- moving ----
 
@@ -475,6 +483,8 @@ class Dispatcher:
             self._learning.evicted_reuse,
         )
         self._learning.prompt(total, situation.most_cached_tokens)
+        if request.load_class is None:
+            request.load_class = self._arrived(situation, takers)
         try:
             placement = self._policy.place(situation)
         except Exception:
@@ -503,6 +513,13 @@ class Dispatcher:
         if attempt.parked is not None:
             asyncio.get_running_loop().call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
         return True
+
+    def _arrived(self, seen: Situation, takers: Container[str]) -> RequestClass:
+        """Counts a new request: what the best worker that takes it, and the average worker, has not cached."""
+        tokens, cached = seen.prompt.tokens, seen.cached.cached
+        best = max((blocks for worker, blocks in cached.items() if worker in takers), default=0)
+        mean = sum(cached.values()) / (len(seen.combined) + len(seen.prefill))
+        return self.arrivals.arrived(tokens, tokens - BLOCK_SIZE * best, round(tokens - BLOCK_SIZE * mean))
 
     def _check(self, request: RoutedRequest) -> None:
         """Raises ApiError if the same request has crashed workers."""

@@ -16,8 +16,10 @@ from redis.exceptions import RedisError
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.membership import Member, members
+from cpd.common.planner_lease import read_plan
 from cpd.common.tls import without_fingerprint
 from cpd.common.trust import ClusterSecret
+from cpd.planner.report import PlanReport, parse_report
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
 from router.errors import describe
@@ -68,6 +70,8 @@ class Workers:
         routers: The live routers, this one included.
         polled: Set after the first attempt to ask Redis for the workers, even if it failed.
         redis_error: Reason why Redis does not answer; empty if it does.
+        plan: The planner's last decision; None if there was no planner within the last hour.
+        plans: Whether a planner is alive.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class Workers:
         self.routers: list[Member] = []
         self.polled = asyncio.Event()
         self.redis_error = ""
+        self.plan: PlanReport | None = None
+        self.plans = False
         self._unreadable: set[str] = set()  # leases
         self.router_id = router_id
         self._secret = secret
@@ -167,6 +173,7 @@ class Workers:
     async def _poll(self, redis: Redis, cluster: str, listener: Listener) -> None:
         try:
             listed = await members(redis, cluster, self._secret, self._unreadable)
+            plan, self.plans = await read_plan(redis, cluster, self._secret)
         except (RedisError, OSError, TimeoutError) as error:
             if not self.redis_error:
                 log.warning("Redis does not answer; keeping the known workers: %s", describe(error))
@@ -175,6 +182,7 @@ class Workers:
         if self.redis_error:
             log.info("Redis answers again")
         self.redis_error = ""
+        self.plan = parse_report(plan)
         self.routers = sorted((member for member in listed if member.kind == "router"), key=lambda one: one.id)
         await self._follow({member.id: member for member in listed if member.kind in _ROLES}, listener)
 

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 import orjson
 from typing_extensions import TypedDict
 
+from cpd.planner.report import PlanReport
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
@@ -124,7 +125,10 @@ class RedisStatus(TypedDict):
 
 
 class ClusterStatus(TypedDict):
-    """The state of the cluster."""
+    """The state of the cluster.
+
+    `plan` is the last decision of the planner; null without one in the last hour. `planner` says whether one is alive.
+    """
 
     cluster: str
     model: str
@@ -134,6 +138,8 @@ class ClusterStatus(TypedDict):
     redis: RedisStatus
     workers: list[WorkerStatus]
     routers: list[RouterStatus]
+    planner: bool
+    plan: PlanReport | None
 
 
 def cluster_status(workers: Workers, cluster: str, model: str, *, trusted: bool) -> ClusterStatus:
@@ -152,6 +158,8 @@ def cluster_status(workers: Workers, cluster: str, model: str, *, trusted: bool)
             cast(RouterStatus, asdict(member) | {"ready": False, "trusted": None, "error": None})
             for member in workers.routers
         ],
+        "planner": workers.plans,
+        "plan": workers.plan,
     }
 
 

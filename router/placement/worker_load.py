@@ -51,7 +51,7 @@ class WorkerLoad:
         self.max_model_len: int = hello.max_model_len
         self._hello = hello
         self._address = address
-        self._colocation = _colocation(hello, itl_ms)
+        self._colocation = colocation_of(hello, itl_ms)
         self._estimator = PrefillEstimator(self._colocation)
         self._load = pb.Load(free_pages=hello.num_pages)
         self._idle_at = 0.0
@@ -145,8 +145,12 @@ def _limited(slowdown: float) -> float:
     return min(max(slowdown or 1.0, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN)
 
 
-def _colocation(hello: pb.Hello, itl_ms: float) -> Colocation:
-    """The rule by which the worker places prefills while its streams decode."""
+def colocation_of(hello: pb.Hello, itl_ms: float) -> Colocation:
+    """The rule by which the worker places prefills while its streams decode.
+
+    Raises:
+        ProtocolError: The profile or the lane shares are invalid.
+    """
     shares = hello.decode_shares
     if not all(MIN_SHARE <= share <= 1 - MIN_SHARE for share in shares):
         raise ProtocolError(f"its decode lanes have the shares {list(shares)[:3]} of the device")

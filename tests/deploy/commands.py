@@ -7,18 +7,19 @@ import typer
 from typer.testing import CliRunner
 
 from cpd.common.options import command
-from cpd.common.settings import RouterSettings, Settings, WorkerSettings
+from cpd.common.settings import PlannerSettings, RouterSettings, SharedSettings, WorkerSettings
 
-_SETTINGS: dict[str, type[Settings]] = {
+_SETTINGS: dict[str, type[SharedSettings]] = {
     "router": RouterSettings,
     "decode_worker": WorkerSettings,
     "prefill_worker": WorkerSettings,
+    "deploy.planner": PlannerSettings,
 }
 
 
 def settings_of(
     arguments: Sequence[str], environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> RouterSettings | WorkerSettings:
+) -> SharedSettings:
     """Returns the settings of `python -P -m MODULE …` with these variables of the environment.
 
     Fails if a variable `CPD_…` names no setting of the process.
@@ -30,11 +31,10 @@ def settings_of(
     for name, value in environment.items():
         assert name.removeprefix("CPD_").lower() in kind.model_fields or not name.startswith("CPD_"), name
         monkeypatch.setenv(name, value)
-    loaded: list[Settings] = []
+    loaded: list[SharedSettings] = []
     app = typer.Typer()
     app.command()(command(kind, loaded.append))
     result = CliRunner().invoke(app, arguments[4:])
     assert result.exit_code == 0, result.output
     (settings,) = loaded
-    assert isinstance(settings, RouterSettings | WorkerSettings)
     return settings

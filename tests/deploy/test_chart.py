@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cpd.common.settings import ClusterSettings, RouterSettings, WorkerSettings
+from cpd.common.settings import ClusterSettings, PlannerSettings, RouterSettings, WorkerSettings
 from tests.deploy.commands import settings_of
 from tests.deploy.helm import CHART, NAMESPACE, RELEASE, container, named, refusal, render
 from tests.deploy.helm import helm as helm
@@ -71,7 +71,9 @@ def _settings(
     for file, text in named(manifests, "ConfigMap", RELEASE)["data"].items():
         (tmp_path / file).write_text(text)
     arguments = [text.replace("/run/cpd/config", str(tmp_path)) for text in container(deployment)["args"]]
-    return settings_of(arguments, _environment(deployment), monkeypatch)
+    settings = settings_of(arguments, _environment(deployment), monkeypatch)
+    assert isinstance(settings, RouterSettings | WorkerSettings)
+    return settings
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -308,6 +310,25 @@ def test_keda_scales_the_workers_by_metrics_that_exist(helm: Path) -> None:
             ("role", component),
         }
     assert named(render(helm, **LEAST), "Deployment", f"{RELEASE}-combined")["spec"]["replicas"] == 1
+
+
+def test_a_planner_runs_if_it_is_wanted(helm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifests = render(helm, **LEAST, planner="act", settings={"slo-itl": 40, "log-format": "json"})
+    planner = named(manifests, "Deployment", f"{RELEASE}-planner")
+    kubernetes_validate.validate(planner, kubernetes_validate.latest_version(), strict=True)
+    config = tmp_path / "planner.yaml"
+    config.write_text(named(manifests, "ConfigMap", RELEASE)["data"]["planner.yaml"])
+    arguments = [text.replace("/run/cpd/config", str(tmp_path)) for text in container(planner)["args"]]
+    settings = settings_of(arguments, _environment(planner), monkeypatch)
+    assert isinstance(settings, PlannerSettings)
+    assert (settings.cluster, settings.planner, settings.log_format) == (f"{NAMESPACE}-{RELEASE}", "act", "json")
+    assert settings.redis_url == "redis://:redis-url@host"
+    assert settings.secret_file == Path("/run/cpd/secret/cluster")
+    inside = named(manifests, "NetworkPolicy", RELEASE)["spec"]["podSelector"]["matchLabels"]
+    assert inside.items() <= planner["spec"]["template"]["metadata"]["labels"].items()
+    assert not [one for one in render(helm, **LEAST) if one["metadata"]["name"] == f"{RELEASE}-planner"]
+    assert "work against each other" in refusal(helm, **{**ALL, "planner": "act"})
+    assert named(render(helm, **{**ALL, "planner": "advise"}), "Deployment", f"{RELEASE}-planner")
 
 
 def test_the_compose_file_is_valid() -> None:

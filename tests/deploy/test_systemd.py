@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
-from cpd.common.settings import RouterSettings, SharedSettings
+from cpd.common.settings import PlannerSettings, RouterSettings, SharedSettings, WorkerSettings
 from tests.deploy.commands import settings_of
 
 UNITS = {path.name: path for path in (Path(__file__).resolve().parents[2] / "deploy" / "systemd").glob("*.service")}
@@ -28,7 +28,7 @@ def _service(name: str) -> configparser.SectionProxy:
     return unit["Service"]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", UNITS)
 def test_systemd_finds_no_mistake(name: str, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze")
@@ -50,6 +50,7 @@ def test_the_processes_accept_their_command_lines(name: str, tmp_path: Path, mon
     arguments[place] = str(config)
     given = {"CPD_REDIS_URL": "redis://:password@host", "CPD_ADVERTISE_HOST": "10.1.2.3"}
     settings = settings_of(arguments, given, monkeypatch)
+    assert isinstance(settings, RouterSettings | WorkerSettings)
     role = name.removeprefix("cpd-").partition("@")[0]
     own_id = settings.router_id if isinstance(settings, RouterSettings) else settings.worker_id
     assert own_id == f"{role}-%l-%i"
@@ -70,6 +71,16 @@ def test_a_process_has_the_time_that_its_drain_takes(name: str) -> None:
     assert int(service["TimeoutStopSec"]) >= SharedSettings.model_fields["drain_s"].default + 10
     assert "KillSignal" not in service, "the default is SIGTERM, which drains"
     assert service["KillMode"] == "mixed"
+
+
+def test_the_planner_accepts_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("planner: act\nhost: 0.0.0.0\n")
+    arguments = shlex.split(_service("cpd-planner.service")["ExecStart"])
+    arguments[arguments.index("/etc/cpd/planner.yaml")] = str(config)
+    settings = settings_of(arguments, {"CPD_REDIS_URL": "redis://:password@host"}, monkeypatch)
+    assert isinstance(settings, PlannerSettings)
+    assert settings.secret_file == Path("${CREDENTIALS_DIRECTORY}/cluster")
 
 
 def test_both_kinds_of_workers_run_alike() -> None:

@@ -47,7 +47,16 @@ session-port: 9002
 {{- end }}
 {{- end }}
 
-{{- /* Environment of every process, with the name of the setting for its id. */ -}}
+{{- define "cpd.plannerSettings" -}}
+cluster: {{ .Release.Namespace }}-{{ .Release.Name }}
+secret-file: /run/cpd/secret/cluster
+planner: {{ .Values.planner }}
+{{- with pick .Values.settings "log-level" "log-format" }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Environment of every router and worker, with the name of the setting for its id. */ -}}
 {{- define "cpd.environment" -}}
 - name: {{ .id }}
   valueFrom: {fieldRef: {fieldPath: metadata.name}}

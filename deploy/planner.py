@@ -1,0 +1,377 @@
+"""The planner of a running cluster: decides every few seconds how many workers prefill, and changes their roles.
+
+It runs in the launcher (`cpd up --planner act`) or, for clusters without one, as a process of its own (`python -m
+deploy.planner`). Of several, the one that has the lease in Redis plans (`cpd/common/planner_lease.py`), and writes a
+report there, which routers show. Each round:
+
+    take or renew the lease → ask the admin ports of all routers what arrived, and which workers are ready
+    → give workers that have restarted their role back → decide → change roles → write the report
+
+A round that fails changes nothing, says why once, and is repeated. The planner keeps to what it sees: numbers and roles
+that others change are where it goes on from. It gives a role back only if a worker has lost it by a restart.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from secrets import token_hex
+from typing import Literal, cast
+
+import orjson
+import typer
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from cpd.common.errors import ConfigError, CPDError
+from cpd.common.logs import setup_logging
+from cpd.common.membership import Member, members
+from cpd.common.options import command
+from cpd.common.planner_lease import PlannerLease, read_plan
+from cpd.common.settings import PlannerSettings, Role
+from cpd.common.trust import ClusterSecret, cluster_secret
+from cpd.planner.arrivals import ArrivalFeed
+from cpd.planner.capacity import Fleet, Targets
+from cpd.planner.load import LoadMeter
+from cpd.planner.planner import Plan, Planner
+from cpd.planner.report import ChangeReport, GivenRole, LoadClass, PlanReport, PredictionReport, parse_report
+from cpd.rpc import cpd_pb2 as pb
+from deploy.role import set_role
+from router.operations.peer_routers import PeerRouters
+from router.operations.planner_view import PlannedWorker, PlannerView, WorkerPerformance
+from router.placement.worker_load import colocation_of
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+"""Time between two decisions, in seconds."""
+
+LEASE_S = 30.0
+"""Time after which another planner may take over, in seconds. It is renewed in every round and before each change, and
+a worker takes at most 10 s to answer."""
+
+STEADY_S = 20.0
+"""Time for which no worker may have joined or left before roles change, in seconds: it may just be restarting."""
+
+SHOWN_CHANGES = 16
+"""Number of changes that a report shows: more than there can be in an hour."""
+
+REDIS_TIMEOUT_S = 5.0
+"""Time limit for an answer of Redis, in seconds."""
+
+Say = Callable[[str], None]
+
+
+class ClusterPlanner:
+    """Plans for a cluster.
+
+    Args:
+        mode: `act` changes roles, `advise` only says what it would do.
+        secret: The cluster's.
+        busy: Held while roles change; whoever else changes the cluster holds it, too.
+        say: Shows a sentence to the operator.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["advise", "act"],
+        redis_url: str,
+        cluster: str,
+        secret: ClusterSecret,
+        busy: threading.Lock,
+        say: Say,
+    ) -> None:
+        self._mode = mode
+        self._redis_url = redis_url
+        self._cluster = cluster
+        self._secret = secret
+        self._busy = busy
+        self._say = say
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{token_hex(4)}"
+        self._problem = ""
+        self._unreadable: set[str] = set()  # leases
+        self._feed: ArrivalFeed | None = None  # None until this planner has the lease
+        self._planner: Planner | None = None
+        self._known: frozenset[str] | None = None  # workers
+        self._steady_since = 0.0
+        self._last: PlanReport = {
+            "mode": mode,
+            "at": 0.0,
+            "workers": 0,
+            "current": 0,
+            "prefill_workers": 0,
+            "reason": "",
+            "demands": [],
+            "scale": 1.0,
+            "predictions": [],
+            "predicted_at": 0.0,
+            "changes": [],
+            "changes_total": 0,
+            "roles": {},
+        }
+
+    async def run(self, ended: threading.Event) -> None:
+        """Plans until `ended` is set."""
+        async with Redis.from_url(
+            self._redis_url,
+            socket_timeout=REDIS_TIMEOUT_S,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),  # the next round tries again
+        ) as redis:
+            lease = PlannerLease(redis, self._cluster, self._secret, self._name, LEASE_S)
+            while not ended.is_set():
+                problem = ""
+                try:
+                    await self._round(redis, lease)
+                except CPDError as error:
+                    problem = str(error)
+                except (RedisError, OSError) as error:
+                    problem = f"Redis does not answer: {error}"
+                if problem != self._problem:
+                    self._say(f"The planner waits: {problem}" if problem else "The planner plans again")
+                self._problem = problem
+                await asyncio.to_thread(ended.wait, INTERVAL_S)
+            with contextlib.suppress(RedisError, OSError):
+                await lease.release()
+
+    async def _round(self, redis: Redis, lease: PlannerLease) -> None:
+        """Raises CPDError, RedisError or OSError if nothing can be planned now."""
+        if holder := await lease.hold():
+            self._feed = None
+            raise CPDError(f"{holder} plans for this cluster")
+        listed = await members(redis, self._cluster, self._secret, self._unreadable)
+        views = await self._ask([member for member in listed if member.kind == "router"])
+        now = time.monotonic()
+        view = max(views, key=lambda one: len(one["workers"]))
+        if self._feed is None:
+            self._take_over(parse_report((await read_plan(redis, self._cluster, self._secret))[0]))
+            self._feed = ArrivalFeed(LoadMeter(now, view["expected_output"]), now)
+        feed = self._feed
+        for one in views:
+            feed.add(one["router"], one["began"], one["arrivals"], now)
+        feed.asked(now)
+        workers = view["workers"]
+        if not any(worker["role"] == "combined" for worker in workers):
+            raise CPDError("no combined worker is ready")
+        if self._mode == "act":
+            await self._restore(workers, lease)
+        plan = self._decide(view, feed.meter, now)
+        self._report(plan, feed.meter, len(workers), now)
+        if plan.changes and self._mode == "act":
+            await self._change(plan, workers, lease)
+        if holder := await lease.hold(orjson.dumps(self._last)):
+            raise CPDError(f"{holder} plans for this cluster")
+
+    def _take_over(self, report: PlanReport | None) -> None:
+        """Goes on from another planner's report."""
+        self._planner = self._known = None
+        if report is not None:
+            self._last.update(
+                {"changes": report["changes"], "changes_total": report["changes_total"], "roles": report["roles"]}
+            )
+
+    async def _ask(self, routers: Sequence[Member]) -> list[PlannerView]:
+        """Returns the views of the routers that answer.
+
+        Raises:
+            CPDError: None does.
+        """
+        asked = PeerRouters("", lambda: routers).ask("/load", f"Bearer {self._secret.admin_key}".encode())
+        answers = await asked
+        views: list[PlannerView] = [orjson.loads(answer.body) for answer in answers if answer.ok]
+        if not views:
+            reasons = [f"{answer.router_id}: {answer.error}" for answer in answers] or ["none is there"]
+            raise CPDError(f"no router answers ({'; '.join(reasons)})")
+        return views
+
+    def _decide(self, view: PlannerView, meter: LoadMeter, now: float) -> Plan:
+        workers = view["workers"]
+        current = sum(worker["role"] == "prefill" for worker in workers)
+        known = frozenset(worker["id"] for worker in workers)
+        if known != self._known:
+            self._steady_since = now if self._known is not None else now - STEADY_S
+            self._known = known
+        if now - self._steady_since < STEADY_S:
+            return Plan(current, current, "a worker has just joined or left")
+        if self._planner is None or self._mode == "advise":  # what is not carried out does not have to settle
+            targets = Targets(view["slo_ttft"], view["slo_itl"])
+            ago = [time.time() - change["at"] for change in self._last["changes"]]
+            self._planner = Planner(targets, [now - seconds for seconds in ago] if self._mode == "act" else ())
+        return self._planner.plan(meter.demands(now), meter.requests(now), _fleet(view), current, now)
+
+    def _report(self, plan: Plan, meter: LoadMeter, workers: int, now: float) -> None:
+        """Puts a decision into the report."""
+        advised = self._last["prefill_workers"], self._last["workers"]
+        self._last.update(
+            {
+                "at": time.time(),
+                "workers": workers,
+                "current": plan.current,
+                "prefill_workers": plan.prefill_workers,
+                "reason": plan.reason,
+                "demands": [cast(LoadClass, asdict(demand)) for demand in meter.demands(now)],
+            }
+        )
+        if plan.predictions:
+            predictions = [cast(PredictionReport, asdict(one)) for one in plan.predictions]
+            self._last.update({"scale": plan.scale, "predictions": predictions, "predicted_at": time.time()})
+        if plan.changes and self._mode == "advise" and (plan.prefill_workers, workers) != advised:
+            self._say(
+                f"The planner advises {plan.prefill_workers} prefill workers of {workers}, instead of {plan.current}:"
+                f" {plan.reason}"
+            )
+
+    async def _change(self, plan: Plan, workers: Sequence[PlannedWorker], lease: PlannerLease) -> None:
+        """Changes the roles of as few workers as possible, those with the fewest requests first."""
+        role: Role = "prefill" if plan.prefill_workers > plan.current else "combined"
+        wanted = abs(plan.prefill_workers - plan.current)
+        changed: list[str] = []
+        errors: list[str] = []
+        with self._holding() as free:
+            if not free:
+                errors.append("the cluster is being changed by a command")
+            for worker in in_order(workers, role) if free else ():
+                if len(changed) == wanted:
+                    break
+                try:
+                    await self._set_role(worker, role, lease)
+                    changed.append(worker["id"])
+                except CPDError as error:
+                    errors.append(str(error))
+                except (RedisError, OSError) as error:
+                    errors.append(f"Redis does not answer: {error}")
+                    break
+        present = plan.current + (len(changed) if role == "prefill" else -len(changed))
+        change: ChangeReport = {
+            "at": time.time(),
+            "before": plan.current,
+            "after": present,
+            "workers": changed,
+            "reason": plan.reason,
+            "error": "; ".join(errors),
+        }
+        self._last["changes"] = [*self._last["changes"], change][-SHOWN_CHANGES:]
+        self._last["changes_total"] += bool(changed)
+        self._last["current"] = present
+        total = self._last["workers"]
+        if changed:
+            kind = f"{role} workers" if len(changed) > 1 else f"a {role} worker"
+            self._say(
+                f"The planner makes {', '.join(changed)} {kind}: {present} of {total} prefill now ({plan.reason})"
+            )
+        if len(changed) < wanted:
+            self._say(f"The planner wanted {plan.prefill_workers} of {total} to prefill: {change['error']}")
+
+    async def _restore(self, workers: Sequence[PlannedWorker], lease: PlannerLease) -> None:
+        """Gives workers that have restarted, with their first role, the role back that they had."""
+        roles = self._last["roles"]
+        for worker in workers:
+            given = roles.get(worker["id"])
+            if given is None or given["role"] == worker["role"]:
+                continue
+            if given["incarnation"] == worker["incarnation"]:
+                del roles[worker["id"]]  # somebody changed it by hand
+                continue
+            if given["role"] == "prefill" and sum(one["role"] == "combined" for one in workers) == 1:
+                continue
+            with self._holding() as free:
+                if not free:
+                    return
+                try:
+                    await self._set_role(worker, cast(Role, given["role"]), lease)
+                except CPDError as error:
+                    del roles[worker["id"]]  # the next decision goes on from what is there
+                    self._say(f"{worker['id']} has restarted and does not become a {given['role']} worker: {error}")
+                    continue
+            self._say(f"{worker['id']} has restarted; the planner makes it a {given['role']} worker again")
+
+    async def _set_role(self, worker: PlannedWorker, role: Role, lease: PlannerLease) -> None:
+        """Raises CPDError if the worker does not change, or another planner has the lease."""
+        if holder := await lease.hold():
+            raise CPDError(f"{holder} plans for this cluster")
+        await asyncio.to_thread(set_role, worker["id"], worker["address"], self._secret.admin_key, role)
+        worker["role"] = role
+        self._last["roles"][worker["id"]] = GivenRole(role=role, incarnation=worker["incarnation"])
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[bool]:
+        """Holds `busy` if it is free; returns whether it was."""
+        free = self._busy.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._busy.release()
+
+
+def in_order(workers: Sequence[PlannedWorker], role: Role) -> list[PlannedWorker]:
+    """Returns the workers that could get a role, those first that lose the least by the change."""
+    others = [worker for worker in workers if worker["role"] != role]
+    return sorted(others, key=lambda one: (one["requests"], one["cached_pages"], one["id"]))
+
+
+@contextlib.contextmanager
+def planning(planner: ClusterPlanner) -> Iterator[None]:
+    """Plans, on a thread of its own, while the context is open."""
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(planner.run(ended)), name="planner", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _fleet(view: PlannerView) -> Fleet:
+    """The workers, as the planner sees them."""
+    shown = view["performance"]
+    return Fleet(
+        len(view["workers"]),
+        [colocation_of(_hello(one), view["slo_itl"]) for one in shown],
+        [one["slowdown"] for one in shown],
+        shown[0]["max_num_seqs"],
+        shown[0]["num_pages"],
+    )
+
+
+def _hello(worker: WorkerPerformance) -> pb.Hello:
+    return pb.Hello(
+        profile=worker["profile"].encode(),
+        token_budget=worker["token_budget"],
+        colocate=worker["colocate"],
+        decode_shares=worker["decode_shares"],
+    )
+
+
+def run(settings: PlannerSettings) -> None:
+    """Plan for a cluster without `cpd up`, until SIGTERM. Of several planners one plans, and the others wait."""
+    setup_logging(settings.log_level, settings.log_format, "planner")
+    if not settings.redis_url:
+        raise ConfigError("--redis-url is needed: Redis is where the planner finds the routers")
+    secret = cluster_secret(settings)
+    planner = ClusterPlanner(settings.planner, settings.redis_url, settings.cluster, secret, threading.Lock(), log.info)
+    ended = threading.Event()
+
+    async def until_signalled() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        await planner.run(ended)
+
+    asyncio.run(until_signalled())
+
+
+def main() -> None:
+    """Runs the command line."""
+    typer.run(command(PlannerSettings, run))
+
+
+if __name__ == "__main__":
+    main()
