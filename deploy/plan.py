@@ -70,7 +70,7 @@ def _demands(plan: PlanReport) -> Table:
 
 
 def _predictions(plan: PlanReport) -> Table:
-    table = _table("prefill workers", "good requests/s", "share", "prefill busy", "combined busy", "streams each")
+    table = _table("prefill", "good requests/s", "share", "prefill busy", "combined busy", "streams")
     middle = (plan["current"] + plan["prefill_workers"]) // 2
     nearest = sorted(plan["predictions"], key=lambda one: abs(one["prefill_workers"] - middle))[:ROWS]
     for one in sorted(nearest, key=lambda one: one["prefill_workers"]):

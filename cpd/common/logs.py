@@ -36,6 +36,7 @@ def setup_logging(level: str, form: LogFormat, name: str) -> None:
     handler.setFormatter(JsonFormatter(name) if form == "json" else TextFormatter(name))
     handler.addFilter(FloodFilter(handler.handle))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells each question to another router
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
