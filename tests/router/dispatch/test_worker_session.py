@@ -917,10 +917,14 @@ async def test_a_router_that_starts_again_under_load_has_the_exact_index(redis_u
         for answer in [await client.submit(request, number) for number, request in enumerate(requests[24:], 24)]:
             await client.done(answer)
         await client.balanced()
-        snapshot = (await worker.worker._engine.snapshot()).hashes
-        truth = {block_hash: tier for tier in (Tier.HOST, Tier.PAGES) for block_hash in snapshot[tier]}
+        async with asyncio.timeout(10):
+            while True:  # blocks may still be on their way to host memory
+                snapshot = (await worker.worker._engine.snapshot()).hashes
+                truth = {block_hash: tier for tier in (Tier.HOST, Tier.PAGES) for block_hash in snapshot[tier]}
+                if _known(stays, worker.id, hashes) == _known(restarts, worker.id, hashes) == truth:
+                    break
+                await asyncio.sleep(0.02)
         assert 0 < len(truth) < len(hashes)
-        await until(lambda: _known(stays, worker.id, hashes) == _known(restarts, worker.id, hashes) == truth)
         assert stays.index.size(worker.id) == restarts.index.size(worker.id) == len(truth)
         for router in (stays, restarts):
             await router._close(worker.id, cast(Listener, _Nobody()))
