@@ -19,7 +19,6 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import signal
 import stat
 import time
@@ -168,8 +167,10 @@ class ClusterDir:
         return self._state()
 
     def _remove(self, lock: int) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
+            self._remove_files()
+            (self.path / "lock").unlink()  # last: without it another process would take the directory for its own
+            self.path.rmdir()
             self.path.parent.rmdir()
         os.close(lock)
 
@@ -191,9 +192,12 @@ class ClusterDir:
                 if stale.ray_dir:
                     clear_ray_dir(stale.ray_dir)
                 _end_processes(stale.launch)
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         for file in self.path.iterdir():
             if file.name != "lock":
-                file.unlink()
+                file.unlink(missing_ok=True)
 
     def _lock(self) -> int | None:
         """Returns the lock's file descriptor, or None if another process holds it."""

@@ -177,3 +177,23 @@ def test_a_directory_that_other_users_can_read_is_refused(runtime_dir: Path) -> 
     (runtime_dir / "cpd").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="only you can access"), ClusterDir("c").hold():
         pass
+
+
+def test_a_directory_that_is_being_removed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, other = ClusterDir("ending"), ClusterDir("ending")
+    removed = []
+
+    def unlink(file: Path, missing_ok: bool = False) -> None:
+        removed.append(file.name)
+        assert not other.clean_up()
+        if file.name != "lock":
+            assert (ending.path / "lock").exists()
+        os.unlink(file)
+
+    with ending.hold():
+        ending.make_secret()
+        ending.write_missing({})
+        monkeypatch.setattr(Path, "unlink", unlink)
+    assert sorted(removed[:-1]) == ["missing", "secret"]
+    assert removed[-1] == "lock"
+    assert not ending.path.exists()

@@ -145,6 +145,12 @@ async def test_the_rendered_processes_serve_are_scraped_and_drain(
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert await asyncio.to_thread(router.passes, probe)
     base = f"http://{HOST}:{router.ports['http']}"
+
+    def uses_all() -> bool:
+        listed = httpx.get(f"{base}/cluster", headers={"authorization": f"Bearer {OPERATOR}"}).json()["workers"]
+        return [worker["state"] for worker in listed] == ["ready"] * 3
+
+    await asyncio.to_thread(eventually, uses_all, "the router uses all workers")
     authorized = {"authorization": f"Bearer {CLIENT}"}
     async with httpx.AsyncClient(base_url=base, headers=authorized, timeout=60) as http:
         assert (await http.post("/v1/completions", headers={"authorization": ""}, json={})).status_code == 401

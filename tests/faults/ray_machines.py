@@ -80,16 +80,16 @@ class RayMachines:
         """Address of a machine."""
         return self._machines[name].address
 
-    def add(self, name: str, data_interface: str = "", **resources: float) -> None:
+    def add(self, name: str, *, second_network: bool = False, **resources: float) -> None:
         """Adds a machine and starts Ray there, with these resources.
 
         Args:
-            data_interface: `eth1`: a second interface, for pages; empty: it has none.
+            second_network: It has a second interface, `eth1`, for pages.
         """
         address = self.network.add(name)
-        if data_interface:
+        if second_network:
             self.network.add_second_link(name)
-        environment = {"UCX_NET_DEVICES": data_interface} if data_interface else {}
+        environment = {"UCX_NET_DEVICES": "eth1"} if second_network else {}
         self._machines[name] = _Machine(address, resources, environment)
         self.start(name)
 

@@ -54,8 +54,8 @@ async def test_machines_that_have_only_ipv6_addresses(
 @pytest.mark.faults
 async def test_pages_take_a_network_of_their_own(checkpoint: MakeCheckpoint, oracle: Oracle, tmp_path: Path) -> None:
     with ray_machines(tmp_path) as machines:
-        machines.add("one", data_interface="eth1", cpd_router=1, cpd_combined=1)
-        machines.add("two", data_interface="eth1", cpd_prefill=1)
+        machines.add("one", second_network=True, cpd_router=1, cpd_combined=1)
+        machines.add("two", second_network=True, cpd_prefill=1)
         with ray_cluster(machines, tmp_path, checkpoint("qwen3"), "--host=0.0.0.0", *FLAGS) as cluster:
             before = [machines.network.sent_bytes("two", name) for name in ("eth0", "eth1")]
             await ask(cluster, oracle)
