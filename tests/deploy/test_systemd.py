@@ -75,7 +75,7 @@ def test_a_process_has_the_time_that_its_drain_takes(name: str) -> None:
 
 def test_the_planner_accepts_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("planner: act\nhost: 0.0.0.0\n")
+    config.write_text("planner: act\n")
     arguments = shlex.split(_service("cpd-planner.service")["ExecStart"])
     arguments[arguments.index("/etc/cpd/planner.yaml")] = str(config)
     settings = settings_of(arguments, {"CPD_REDIS_URL": "redis://:password@host"}, monkeypatch)
