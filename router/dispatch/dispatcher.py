@@ -230,6 +230,7 @@ class Dispatcher:
             crashed: The worker crashed, perhaps because of one of them.
         """
         self._slices.flush()
+        self._moves.forget(session.id)
         for attempt in self._attempts.values():
             if attempt.parked is not None and attempt.parked.session is session:
                 attempt.parked = None  # its pages are gone

@@ -4,19 +4,20 @@ The gain of moving a stream from a worker S to a worker T is the delay that it s
 
     gain_ms = left · (itl_ms - new_itl_ms)          this stream's next tokens come sooner
             + left · (requests - 1) · shorter_ms    steps of the streams that stay on S get shorter
-            + preempted_ms                          if S is full: a preempted stream waits for the next end of another
-                                                    one, left · itl_ms / requests, and is computed again
+            + preempted_ms                          if S is full: this stream would be preempted, wait until another
+                                                    one ends, left · itl_ms / requests, and be computed again
             - left · T.requests · longer_ms         steps of the streams on T get longer
             - T.decodes · delay_ms                  they wait while T computes the tokens after the last full block
             - pause_ms                              the stream stands still: messages, T's queue, pages, that prefill
 
-`left` are the tokens that the stream is expected to have yet: as many as the tenant's mean answer lacks, but no fewer
-than it has already, since answers that are long get longer. Step times are predictions that follow each worker's own
-measurements (`worker_load.py`).
+`left` is the expected number of tokens still to come: what is missing to the tenant's mean answer, but at least as many
+as the stream has already, since an answer that is long will probably be longer. Step times are predictions that follow
+each worker's own measurements (`worker_load.py`).
 
-A worker is *slow* for a stream if its steps take at least SLOW times those of T with this stream. It is *full* if its
-pages do not last all its streams for another `horizon_tokens`. T must not become full itself, must have a free batch
-slot, and must keep the ITL target. So a stream does not go back at once: each worker would have to be the slower one.
+S is *slow* for a stream if its steps take at least SLOW times as long as those of T with this stream. S is *full* if
+its pages will not last all its streams for another `horizon_tokens`. T must not become full itself, must have a free
+batch slot, and must keep the ITL target. A stream that has moved does not go back at once: S would have to be the
+faster one.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class Stream:
 
     @property
     def left(self) -> int:
-        """The tokens that it is expected to have yet."""
+        """Expected number of tokens still to come."""
         return min(self.max_tokens - self.emitted, max(self.expected_output - self.emitted, self.emitted, 1))
 
     @property
@@ -112,7 +113,7 @@ class Moves:
         self._fastest_until = -inf
 
     def suspicious(self, worker: Candidate, workers: Callable[[], Sequence[Candidate]], now: float) -> bool:
-        """Cheap test, which is False for most workers: then `find` would find nothing.
+        """Cheap test, False for most workers. If it is False, `find` would find nothing.
 
         Args:
             workers: Returns the workers that take requests.
@@ -143,7 +144,7 @@ class Moves:
         return move if now - since >= PATIENCE_S else None
 
     def forget(self, worker_id: str) -> None:
-        """Starts the time anew for which a worker must be slow or full, because a stream that left it came back."""
+        """A worker must be slow or full for PATIENCE_S again: it has changed, or a stream that left it came back."""
         self._since.pop(worker_id, None)
 
     def _best(
@@ -158,7 +159,7 @@ class Moves:
         return None
 
     def _move(self, worker: Candidate, stream: Stream, target: Candidate, now: float) -> Move | None:
-        """Predicts a move; None if it must not be, or does not pay."""
+        """Predicts a move; None if it is not allowed, or does not pay."""
         itl_ms, new_itl_ms = worker.all_decode_ms, target.grown_step_ms(stream.tokens)
         full, slow = not self._lasts(worker, 1), itl_ms >= SLOW * new_itl_ms
         if not (full or slow) or target.batch_slot_ms(1, 1) or not self._lasts(target, SPARE, stream):
@@ -173,7 +174,8 @@ class Moves:
         handoff_ms = self._settings.handoff_ms + target.overhead_ms
         gain_ms = left * (itl_ms - new_itl_ms)
         gain_ms += left * (worker.requests - 1) * shorter_ms
-        gain_ms += left * itl_ms / worker.requests + worker.prefill(stream.tokens, 0).ms if full else 0.0
+        if full:
+            gain_ms += left * itl_ms / worker.requests + worker.prefill(stream.tokens, 0).ms
         gain_ms -= left * target.requests * longer_ms
         gain_ms -= target.decodes * prefill.delay_ms
         gain_ms -= handoff_ms + wait_ms + target.transfer_ms(stream.pages) + prefill.ms

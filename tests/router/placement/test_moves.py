@@ -100,9 +100,9 @@ def test_a_stream_leaves_a_worker_whose_pages_run_out_although_it_is_no_slower()
 
 def test_no_stream_goes_where_pages_batch_slots_or_the_target_would_be_exceeded() -> None:
     slow = worker("slow", 8, 2.0)
-    needed = SPARE * GROWTH * 5 + stream().pages - SPARE * GROWTH + GROWTH * SPARE
+    needed = 5 * SPARE * GROWTH + stream().pages
     assert find(slow, [worker("fast", 4, pages=needed)]) is not None
-    assert find(slow, [worker("fast", 4, pages=needed - GROWTH * SPARE)]) is None
+    assert find(slow, [worker("fast", 4, pages=needed - 1)]) is None
     assert find(slow, [replace(worker("fast", 4), max_num_seqs=4)]) is None
     assert find(slow, [worker("fast", 4)], slo_itl_ms=5.0) is None
     assert find(slow, [worker("fast", 4)], slo_itl_ms=0.0) is not None  # no target
