@@ -67,7 +67,7 @@ async def under_streams(cluster: RayCluster, oracle: Oracle, happens: Callable[[
 
 def both_run(cluster: RayCluster) -> bool:
     """True if two workers have streams."""
-    return sum(worker["load"]["running"] > 0 for worker in cluster.workers().values()) >= 2
+    return len([worker for worker in cluster.workers().values() if worker["load"]["running"]]) >= 2
 
 
 async def test_the_other_machine_takes_over_and_the_lost_one_is_used_again(
