@@ -36,7 +36,7 @@ _COUNTS = ("combined", "prefill", "routers")
 FIXED = {
     *("model", "dtype", "device", "max_model_len", "transport", "simulate", "served_model_name"),
     *("cluster", "host", "port", "redis_url", "ray_address", "secret_file", "detach"),
-    *("tls_cert", "tls_key", "log_format", "planner"),
+    *("tls_cert", "tls_key", "log_format", "planner", "min_workers", "max_workers"),
 }
 """Settings on which all processes must agree, or that belong to the launcher."""
 
@@ -146,6 +146,16 @@ class Changes:
         simulated = any(spec.kind == "simulated" for spec in self._cluster.specs)
         shown = [f"{number} {kind}" for kind, number in numbers.items() if kind == "router" or not simulated]
         tell(f"The cluster has {', '.join(shown)}")
+
+    def resize(self, workers: int, tell: Tell) -> None:
+        """Starts or ends combined workers until there are this many workers, one of them combined at least.
+
+        Raises:
+            CPDError: There is no room, or a new process does not start.
+        """
+        combined = max(1, workers - len(self._indices("prefill")))
+        if combined != len(self._indices("combined")):
+            self.scale({"combined": combined}, tell)
 
     def restart(self, arguments: Mapping[str, Any], tell: Tell) -> None:
         """Restarts processes one after the other, with the settings that the config file has now.

@@ -46,6 +46,8 @@ def describe(plan: PlanReport, *, alive: bool, now: float) -> list[str | Table]:
         lines = [f"The planner is away. It decided {max(0.0, now - plan['at']):.0f} s ago, the last time:"]
     decision = "they stay" if planned == current else f"{planned} should"
     lines.append(f"{current} of {workers} workers prefill, {decision}: {plan['reason']}")
+    if plan["size_reason"]:
+        lines.append(f"{plan['wanted_workers']} workers should run: {plan['size_reason']}")
     if plan["demands"]:
         lines += ["", _demands(plan)]
     if plan["predictions"]:

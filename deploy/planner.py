@@ -1,11 +1,13 @@
 """The planner of a running cluster: decides every few seconds how many workers prefill, and changes their roles.
+Within bounds, it also decides how many workers there are.
 
 It runs in the launcher (`cpd up --planner act`) or, for clusters without one, as a process of its own (`python -m
 deploy.planner`). Of several, the one that has the lease in Redis plans (`cpd/common/planner_lease.py`), and writes a
 report there, which routers show. Each round:
 
     take or renew the lease → ask the admin ports of all routers what arrived, and which workers are ready
-    → give workers that have restarted their role back → decide → change roles → write the report
+    → give workers that have restarted their role back → decide → change roles, or begin to start or end workers
+    → write the report
 
 A round that fails changes nothing, says why once, and is repeated. The planner keeps to what it sees: numbers and roles
 that others change are where it goes on from. It gives a role back only if a worker has lost it by a restart.
@@ -20,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from secrets import token_hex
 from typing import Literal, cast
 
@@ -36,13 +38,14 @@ from cpd.common.logs import setup_logging
 from cpd.common.membership import Member, members
 from cpd.common.options import command
 from cpd.common.planner_lease import PlannerLease, read_plan
-from cpd.common.settings import PlannerSettings, Role
+from cpd.common.settings import ClusterSettings, PlannerSettings, Role
 from cpd.common.trust import ClusterSecret, cluster_secret
 from cpd.planner.arrivals import ArrivalFeed
 from cpd.planner.capacity import Fleet, Targets
 from cpd.planner.load import LoadMeter
 from cpd.planner.planner import Plan, Planner
 from cpd.planner.report import ChangeReport, GivenRole, LoadClass, PlanReport, PredictionReport, parse_report
+from cpd.planner.size import Sizer
 from cpd.rpc import cpd_pb2 as pb
 from deploy.role import set_role
 from router.operations.peer_routers import PeerRouters
@@ -61,6 +64,9 @@ a worker takes at most 10 s to answer."""
 STEADY_S = 20.0
 """Time for which no worker may have joined or left before roles change, in seconds: it may just be restarting."""
 
+RETRY_S = 60.0
+"""Time after which the planner tries again to start or end workers, in seconds."""
+
 SHOWN_CHANGES = 16
 """Number of changes that a report shows: more than there can be in an hour."""
 
@@ -70,14 +76,28 @@ REDIS_TIMEOUT_S = 5.0
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many workers a planner may start and leave.
+
+    Attributes:
+        resize: Starts or ends workers until there are this many, and returns when it has. Raises CPDError.
+    """
+
+    least: int
+    most: int
+    resize: Callable[[int], None]
+
+
 class ClusterPlanner:
     """Plans for a cluster.
 
     Args:
         mode: `act` changes roles, `advise` only says what it would do.
         secret: The cluster's.
-        busy: Held while roles change; whoever else changes the cluster holds it, too.
+        busy: Held while the planner changes the cluster; whoever else changes it holds it, too.
         say: Shows a sentence to the operator.
+        bounds: None: the number of workers stays.
     """
 
     def __init__(
@@ -88,8 +108,10 @@ class ClusterPlanner:
         secret: ClusterSecret,
         busy: threading.Lock,
         say: Say,
+        bounds: Bounds | None = None,
     ) -> None:
         self._mode = mode
+        self._bounds = bounds
         self._redis_url = redis_url
         self._cluster = cluster
         self._secret = secret
@@ -100,6 +122,10 @@ class ClusterPlanner:
         self._unreadable: set[str] = set()  # leases
         self._feed: ArrivalFeed | None = None  # None until this planner has the lease
         self._planner: Planner | None = None
+        self._sizer: Sizer | None = None
+        self._resizing: asyncio.Task[None] | None = None
+        self._resized_at = -RETRY_S
+        self._size_problem = ""
         self._known: frozenset[str] | None = None  # workers
         self._steady_since = 0.0
         self._last: PlanReport = {
@@ -109,6 +135,8 @@ class ClusterPlanner:
             "current": 0,
             "prefill_workers": 0,
             "reason": "",
+            "wanted_workers": 0,
+            "size_reason": "",
             "demands": [],
             "scale": 1.0,
             "predictions": [],
@@ -161,18 +189,21 @@ class ClusterPlanner:
         workers = view["workers"]
         if not any(worker["role"] == "combined" for worker in workers):
             raise CPDError("no combined worker is ready")
-        if self._mode == "act":
+        if self._mode == "act" and self._resizing is None:
             await self._restore(workers, lease)
-        plan = self._decide(view, feed.meter, now)
+        unsteady = self._unsteady(frozenset(worker["id"] for worker in workers), now)
+        plan = self._decide(view, feed.meter, now, unsteady)
         self._report(plan, feed.meter, len(workers), now)
         if plan.changes and self._mode == "act":
             await self._change(plan, workers, lease)
+        elif not unsteady:
+            self._size(view, feed.meter, now)
         if holder := await lease.hold(orjson.dumps(self._last)):
             raise CPDError(f"{holder} plans for this cluster")
 
     def _take_over(self, report: PlanReport | None) -> None:
         """Goes on from another planner's report."""
-        self._planner = self._known = None
+        self._planner = self._sizer = self._known = None
         if report is not None:
             self._last.update(
                 {"changes": report["changes"], "changes_total": report["changes_total"], "roles": report["roles"]}
@@ -192,15 +223,19 @@ class ClusterPlanner:
             raise CPDError(f"no router answers ({'; '.join(reasons)})")
         return views
 
-    def _decide(self, view: PlannerView, meter: LoadMeter, now: float) -> Plan:
-        workers = view["workers"]
-        current = sum(worker["role"] == "prefill" for worker in workers)
-        known = frozenset(worker["id"] for worker in workers)
+    def _unsteady(self, known: frozenset[str], now: float) -> str:
+        """Returns why nothing should change now; empty if it may."""
         if known != self._known:
             self._steady_since = now if self._known is not None else now - STEADY_S
             self._known = known
-        if now - self._steady_since < STEADY_S:
-            return Plan(current, current, "a worker has just joined or left")
+        if self._resizing is not None:
+            return "the number of workers is changing"
+        return "a worker has just joined or left" if now - self._steady_since < STEADY_S else ""
+
+    def _decide(self, view: PlannerView, meter: LoadMeter, now: float, unsteady: str) -> Plan:
+        current = _prefill_workers(view)
+        if unsteady:
+            return Plan(current, current, unsteady)
         if self._planner is None or self._mode == "advise":  # what is not carried out does not have to settle
             targets = Targets(view["slo_ttft"], view["slo_itl"])
             ago = [time.time() - change["at"] for change in self._last["changes"]]
@@ -228,6 +263,38 @@ class ClusterPlanner:
                 f"The planner advises {plan.prefill_workers} prefill workers of {workers}, instead of {plan.current}:"
                 f" {plan.reason}"
             )
+
+    def _size(self, view: PlannerView, meter: LoadMeter, now: float) -> None:
+        """Decides how many workers there should be, and begins to start or end some."""
+        if self._bounds is None:
+            return
+        if self._sizer is None:
+            targets = Targets(view["slo_ttft"], view["slo_itl"])
+            self._sizer = Sizer(targets, self._bounds.least, self._bounds.most, now)
+        fleet = _fleet(view)
+        size = self._sizer.size(meter.demands(now), meter.requests(now), fleet, _prefill_workers(view), now)
+        news = size.workers not in (fleet.count, self._last["wanted_workers"])
+        self._last.update({"wanted_workers": size.workers, "size_reason": size.reason})
+        if news:
+            does = "wants" if self._mode == "act" else "advises"
+            self._say(f"The planner {does} {size.workers} workers instead of {fleet.count}: {size.reason}")
+        if self._mode == "act" and size.workers != fleet.count and now - self._resized_at >= RETRY_S:
+            self._resizing = asyncio.create_task(self._resize(self._bounds, size.workers))
+
+    async def _resize(self, bounds: Bounds, workers: int) -> None:
+        """Starts or ends workers. It may take minutes, and rounds go on meanwhile."""
+        problem = ""
+        try:
+            with self._holding() as free:
+                if free:
+                    await asyncio.to_thread(bounds.resize, workers)
+        except CPDError as error:
+            problem = str(error)
+        finally:
+            self._resized_at, self._resizing = time.monotonic(), None
+        if problem not in ("", self._size_problem):
+            self._say(f"The planner could not change the number of workers: {problem}")
+        self._size_problem = problem
 
     async def _change(self, plan: Plan, workers: Sequence[PlannedWorker], lease: PlannerLease) -> None:
         """Changes the roles of as few workers as possible, those with the fewest requests first."""
@@ -328,6 +395,26 @@ def planning(planner: ClusterPlanner) -> Iterator[None]:
         yield
     finally:
         ended.set()
+
+
+def check_bounds(settings: ClusterSettings) -> None:
+    """Checks the bounds of the number of workers.
+
+    Raises:
+        ConfigError: They contradict each other or other settings.
+    """
+    if not settings.max_workers:
+        return
+    if settings.planner == "off":
+        raise ConfigError("--max-workers is for a planner: choose --planner advise or act")
+    if settings.simulate:
+        raise ConfigError("--max-workers: the number of simulated workers can't change while they run")
+    if settings.min_workers > settings.max_workers:
+        raise ConfigError(f"--min-workers {settings.min_workers} is more than --max-workers {settings.max_workers}")
+
+
+def _prefill_workers(view: PlannerView) -> int:
+    return sum(worker["role"] == "prefill" for worker in view["workers"])
 
 
 def _fleet(view: PlannerView) -> Fleet:

@@ -40,7 +40,7 @@ from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
-from deploy.planner import ClusterPlanner, planning
+from deploy.planner import Bounds, ClusterPlanner, check_bounds, planning
 from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
@@ -120,7 +120,13 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         if settings.ray_address:
             stack.enter_context(evened_out(cluster, changes, busy, output.say))
         if settings.planner != "off":
-            planner = ClusterPlanner(settings.planner, settings.redis_url, settings.cluster, secret, busy, output.say)
+            bounds = None
+            if settings.max_workers:
+                resize = partial(changes.resize, tell=output.say)
+                bounds = Bounds(settings.min_workers, settings.max_workers, resize)
+            planner = ClusterPlanner(
+                settings.planner, settings.redis_url, settings.cluster, secret, busy, output.say, bounds
+            )
             stack.enter_context(planning(planner))
 
         def find(routers: Collection[str]) -> bool:
@@ -177,6 +183,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     Raises:
         CheckpointError, ConfigError: The cluster cannot run with these settings.
     """
+    check_bounds(settings)
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
     settings = prepared(settings)

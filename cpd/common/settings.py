@@ -363,6 +363,10 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         description="Decide how many workers prefill, by what arrives: say it (advise), or change their roles, too "
         "(act).",
     )
+    min_workers: int = Field(1, ge=1, description="Fewest workers that the planner leaves, with --max-workers.")
+    max_workers: int = Field(
+        0, ge=0, description="Most workers that the planner starts; 0: it does not change the number of workers."
+    )
 
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")

@@ -166,24 +166,26 @@ class CapacityModel:
         gain = self._remote_ms / self._local_ms[0]
         self._remote_order = np.lexsort((-self._remote_ms, np.round(gain, 2)))
 
-    def predict(self, prefill_workers: Sequence[int], scale: float = 1.0) -> list[Prediction]:
+    def predict(self, prefill_workers: Sequence[int], scale: float = 1.0, workers: int = 0) -> list[Prediction]:
         """Predicts for these numbers of prefill workers, each below that of the workers.
 
         Args:
             scale: Factor of all rates.
+            workers: Number of workers; 0: as many as there are now.
         """
         numbers = np.array(prefill_workers, dtype=float)
-        rates = self._kept(scale * self._rates(numbers))  # [given up, number, demand]
+        combined = (workers or self._fleet.count) - numbers
+        rates = self._kept(scale * self._rates(combined))  # [given up, number, demand]
         # the most work that prefill workers take without being busier than combined ones
         low, high = np.zeros(rates.shape[:2]), np.ones(rates.shape[:2])
         for _ in range(_BALANCE_STEPS):
             busy = (low + high) / 2
-            local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * numbers), numbers)
+            local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * numbers), combined)
             less = local_busy < busy
             low, high = np.where(less, low, busy), np.where(less, busy, high)
         remote = self._remote_share(rates, high * numbers)
-        local_busy, streams, decoded = self._combined(rates, remote, numbers)
-        good = decoded * self._in_time(rates, remote, local_busy, streams, numbers)
+        local_busy, streams, decoded = self._combined(rates, remote, combined)
+        good = decoded * self._in_time(rates, remote, local_busy, streams, numbers, combined)
         best = good.argmax(axis=0)
         total = scale * self._measured.sum()
         found = []
@@ -202,13 +204,13 @@ class CapacityModel:
             )
         return found
 
-    def _rates(self, numbers: Floats) -> Floats:
+    def _rates(self, combined: Floats) -> Floats:
         """Rates of the demands as measured, of those that find less, and of those that find all: [number, demand]."""
-        kept = (self._fleet.count - numbers) / self._combined_now
+        kept = combined / self._combined_now
         less = np.maximum(1 - kept, 0)
         more = np.clip((kept - 1) * self._found, 0, MOST_FOUND)
         shares = np.stack([1 - less - more, less, more], 1)
-        result: Floats = (shares[:, :, None] * self._measured).reshape(len(numbers), -1)
+        result: Floats = (shares[:, :, None] * self._measured).reshape(len(combined), -1)
         return result
 
     def _kept(self, rates: Floats) -> Floats:
@@ -230,9 +232,8 @@ class CapacityModel:
         shares[:, :, order] = np.clip((remote_s[:, :, None] - before) / np.maximum(work, 1e-12), 0, 1)
         return shares
 
-    def _combined(self, rates: Floats, remote: Floats, numbers: Floats) -> tuple[Floats, Floats, Floats]:
+    def _combined(self, rates: Floats, remote: Floats, combined: Floats) -> tuple[Floats, Floats, Floats]:
         """Returns the busy share of combined workers' prefill lanes, their streams, and the share that they decode."""
-        combined = self._fleet.count - numbers
         local = rates * (1 - remote) / combined[None, :, None]
         tokens_per_s = (rates * self._outputs).sum(axis=2) / combined
         delayed = local @ self._delay_ms.T / 1e3  # [given up, number, streams]
@@ -243,12 +244,14 @@ class CapacityModel:
         decoded = np.minimum(1, fastest / (tokens_per_s + fastest * delayed_most))
         return decoded * _at(local @ self._lane_ms.T / 1e3, streams), streams, decoded
 
-    def _in_time(self, rates: Floats, remote: Floats, local_busy: Floats, streams: Floats, numbers: Floats) -> Floats:
+    def _in_time(
+        self, rates: Floats, remote: Floats, local_busy: Floats, streams: Floats, numbers: Floats, combined: Floats
+    ) -> Floats:
         local_rates, remote_rates = rates * (1 - remote), rates * remote
         local_ms = np.stack(
             [_at(np.broadcast_to(ms, (*streams.shape, len(ms))), streams) for ms in self._local_ms.T], 2
         )
-        choice = np.minimum(QUEUE_WORKERS, self._fleet.count - numbers)
+        choice = np.minimum(QUEUE_WORKERS, combined)
         late_local = self._late(local_rates, local_ms, local_busy, choice)
         prefill = np.maximum(numbers, 1)
         remote_busy = (remote_rates @ self._remote_ms) / 1e3 / prefill

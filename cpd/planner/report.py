@@ -56,6 +56,8 @@ class PlanReport(TypedDict):
         workers, current: Workers that are ready, and how many of them are prefill workers.
         prefill_workers: How many should be.
         reason: Why, as a sentence.
+        wanted_workers: How many workers there should be.
+        size_reason: Why, as a sentence; empty if the planner does not decide it.
         demands: The measured load.
         scale: How many times the measured load `predictions` are for.
         predictions: The last ones, by number of prefill workers.
@@ -71,6 +73,8 @@ class PlanReport(TypedDict):
     current: int
     prefill_workers: int
     reason: str
+    wanted_workers: int
+    size_reason: str
     demands: list[LoadClass]
     scale: float
     predictions: list[PredictionReport]

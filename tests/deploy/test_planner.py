@@ -10,11 +10,13 @@ import pytest
 from redis.asyncio import Redis
 from rich.console import Console
 
+from cpd.common.errors import ConfigError
 from cpd.common.planner_lease import PlannerLease
+from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret
 from cpd.planner.report import PlanReport, parse_report
 from deploy.plan import describe
-from deploy.planner import LEASE_S, ClusterPlanner, in_order
+from deploy.planner import LEASE_S, ClusterPlanner, check_bounds, in_order
 from deploy.redis import EmbeddedRedis, embedded_redis
 from router.operations.planner_view import PlannedWorker
 
@@ -26,6 +28,8 @@ REPORT: PlanReport = {
     "current": 1,
     "prefill_workers": 2,
     "reason": "12.0 good requests/s with 2 prefill workers, 11.0 with 1",
+    "wanted_workers": 5,
+    "size_reason": "4 workers are too few",
     "demands": [
         {"rate": 3.5, "local_tokens": 900, "remote_tokens": 950, "prompt_tokens": 4000, "output_tokens": 120},
     ],
@@ -106,6 +110,7 @@ def test_a_plan_is_explained() -> None:
     shown = _shown(REPORT, alive=True, now=1003.0)
     assert "The planner changes roles. It decided 3 s ago:" in shown
     assert "1 of 4 workers prefill, 2 should: 12.0 good requests/s with 2 prefill workers, 11.0 with 1" in shown
+    assert "5 workers should run: 4 workers are too few" in shown
     assert "Predicted 8 s ago, for 1.35 times the measured load:" in shown
     assert ["2", "12.00", "90%", "50%", "25%", "3.2"] in [line.split() for line in shown.splitlines()]
     assert ["3.50", "4,000", "900", "950", "120"] in [line.split() for line in shown.splitlines()]
@@ -120,6 +125,19 @@ def test_a_planner_that_is_away_is_said_to_be() -> None:
 def test_a_report_of_another_version_is_no_report() -> None:
     assert parse_report(b'{"mode": "act"}') is None
     assert parse_report(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"planner": "off"}, "is for a planner"),
+        ({"min_workers": 5}, "--min-workers 5 is more than --max-workers 4"),
+        ({"simulate": "instant"}, "simulated workers"),
+    ],
+)
+def test_bounds_that_contradict_other_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_bounds(ClusterSettings.load({"planner": "act", "max_workers": 4, **settings}))
 
 
 async def test_a_planner_without_routers_says_so_once_and_gives_its_lease_back(redis: EmbeddedRedis) -> None:

@@ -317,6 +317,23 @@ def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(comman
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 
+@pytest.mark.parametrize("combined", [1, 3])
+def test_a_planner_starts_and_ends_workers_within_its_bounds(command: Command, combined: int) -> None:
+    bounds = ("--planner", "act", "--min-workers", "2", "--max-workers", "2")
+    up = command.start("--combined", str(combined), "--prefill", "0", "--log-level", "warning", *bounds)
+    assert up.stdout is not None
+    assert "Serving" in up.stdout.readline(), command.errors()
+    eventually(lambda: "The cluster has 2 combined, 0 prefill, 1 router" in command.errors(), "two workers run")
+    assert f"The planner wants 2 workers instead of {combined}: " in command.errors()
+    code, output = command.run("status", "--json")
+    assert code == 0, output
+    ready = [worker["id"] for worker in json.loads(output)["workers"] if worker["state"] == "ready"]
+    assert ready == ["combined-0", "combined-1"]
+    code, output = command.run("plan")
+    assert (code, "2 workers should run: " in output) == (0, True), output
+    assert command.run("down") == (0, "Cluster 'default' is down.\n")
+
+
 def test_what_was_drained_or_scaled_away_stays_away_when_its_supervisor_dies(command: Command) -> None:
     up = command.start("--simulate", "instant", "--prefill", "0", "--routers", "3", "--log-level", "warning")
     assert up.stdout is not None

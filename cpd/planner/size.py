@@ -1,0 +1,86 @@
+"""Decides how many workers there should be. Pure.
+
+A number of workers is *enough* for a load if, with the best number of prefill workers, all but MISSED of the requests
+are predicted to be good (`capacity.py`). `needed(scale)` is the smallest number, between the bounds, that is enough for
+`scale` times the measured load.
+
+    more    if the present number is not enough for GROW times the load: needed(ROOM)
+    fewer   if needed(SPARE) has been below the present number for CALM_S: the largest needed(SPARE) of that time
+
+1 < GROW < ROOM < SPARE: after either change the load must rise or fall by an eighth or more before the next one. A
+worker takes minutes to start and its cache longer to fill, so more come early, and fewer remain late.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpd.planner.capacity import CapacityModel, Demand, Fleet, Targets
+from cpd.planner.planner import MIN_REQUESTS
+
+MISSED = 0.02
+"""Share of the requests that may miss a target where workers are enough."""
+
+GROW, ROOM, SPARE = 1.1, 1.25, 1.5
+"""Factors of the measured load: see the module."""
+
+CALM_S = 600.0
+"""Time for which fewer workers must have been enough before some go, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many workers there should be.
+
+    Attributes:
+        reason: Why, as a sentence.
+    """
+
+    workers: int
+    reason: str
+
+
+class Sizer:
+    """Decides for the workers of one model.
+
+    Args:
+        least, most: Bounds of the number of workers.
+        began: Time at which it begins, in seconds of the clock of `now`.
+    """
+
+    def __init__(self, targets: Targets, least: int, most: int, began: float) -> None:
+        self._targets = targets
+        self._least, self._most = least, most
+        self._began = began
+        self._needed = deque[tuple[float, int]]()  # times, and `needed(SPARE)`, falling: the first one is the largest
+
+    def size(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Size:
+        """Decides for the next minutes; the arguments are those of `Planner.plan`."""
+        count = fleet.count
+        if not self._least <= count <= self._most:
+            return Size(min(max(count, self._least), self._most), f"between {self._least} and {self._most} are wanted")
+        model = CapacityModel(demands, fleet, self._targets, current) if demands else None
+        spare = self._enough(model, SPARE)
+        while self._needed and self._needed[-1][1] <= spare:
+            self._needed.pop()
+        self._needed.append((now, spare))
+        while self._needed[0][0] < now - CALM_S:
+            self._needed.popleft()
+        if model is not None and requests >= MIN_REQUESTS and count < (wanted := self._enough(model, GROW)):
+            wanted = max(wanted, self._enough(model, ROOM))
+            return Size(wanted, f"{count} workers are too few for {GROW:g} times the measured load")
+        largest = self._needed[0][1]
+        if largest < count and now - self._began >= CALM_S:
+            return Size(largest, f"{largest} workers were enough for {SPARE:g} times the load of {CALM_S / 60:.0f} min")
+        return Size(count, "as many as needed")
+
+    def _enough(self, model: CapacityModel | None, scale: float) -> int:
+        """Returns the smallest number of workers, between the bounds, that is enough; without any, the largest one."""
+        if model is None:
+            return self._least
+
+        def enough(workers: int) -> bool:
+            return max(one.good_share for one in model.predict(range(workers), scale, workers)) >= 1 - MISSED
+
+        return min(bisect_left(range(self._most + 1), True, self._least, key=enough), self._most)
