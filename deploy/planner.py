@@ -9,8 +9,8 @@ report there, which routers show. Each round:
     → give workers that have restarted their role back → decide → change roles, or begin to start or end workers
     → write the report
 
-A round that fails changes nothing, says why once, and is repeated. The planner keeps to what it sees: numbers and roles
-that others change are where it goes on from. It gives a role back only if a worker has lost it by a restart.
+A round that fails changes nothing, says why once, and is repeated. If somebody else changes numbers or roles, the
+planner goes on from these. It gives a role back only to a worker that has lost it by a restart.
 """
 
 import asyncio

@@ -64,7 +64,7 @@ class PlanReport(TypedDict):
         predicted_at: When they were made; 0: never.
         changes: The last ones, oldest first; of a planner that only advises, none.
         changes_total: Number of all changes.
-        roles: By worker.
+        roles: The roles that it has given, by worker.
     """
 
     mode: str
