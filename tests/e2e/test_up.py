@@ -319,12 +319,16 @@ def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(comman
 
 @pytest.mark.parametrize("combined", [1, 3])
 def test_a_planner_starts_and_ends_workers_within_its_bounds(command: Command, combined: int) -> None:
-    bounds = ("--planner", "act", "--min-workers", "2", "--max-workers", "2")
-    up = command.start("--combined", str(combined), "--prefill", "0", "--log-level", "warning", *bounds)
-    assert up.stdout is not None
-    assert "Serving" in up.stdout.readline(), command.errors()
-    eventually(lambda: "The cluster has 2 combined, 0 prefill, 1 router" in command.errors(), "two workers run")
-    assert f"The planner wants 2 workers instead of {combined}: " in command.errors()
+    flags = ["--detach", "--port=0", f"--model={tiny.CHECKPOINT}", "--kv-memory=64MiB", "--log-level=warning"]
+    flags += [f"--combined={combined}", "--prefill=0", "--planner=act", "--min-workers=2", "--max-workers=2"]
+    code, output = command.run("up", *flags)
+    assert code == 0, output
+
+    def said(text: str) -> bool:
+        return text in command.run("logs", "cpd-up")[1]
+
+    eventually(lambda: said("The cluster has 2 combined, 0 prefill, 1 router"), "two workers run")
+    assert said(f"The planner wants 2 workers instead of {combined}: ")
     code, output = command.run("status", "--json")
     assert code == 0, output
     ready = [worker["id"] for worker in json.loads(output)["workers"] if worker["state"] == "ready"]
