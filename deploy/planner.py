@@ -39,7 +39,7 @@ from cpd.common.membership import Member, members
 from cpd.common.options import command
 from cpd.common.planner_lease import PlannerLease, read_plan
 from cpd.common.settings import ClusterSettings, PlannerSettings, Role
-from cpd.common.trust import ClusterSecret, cluster_secret
+from cpd.common.trust import ClusterSecret, read_secret
 from cpd.planner.arrivals import ArrivalFeed
 from cpd.planner.capacity import Fleet, Targets
 from cpd.planner.load import LoadMeter
@@ -443,7 +443,7 @@ def run(settings: PlannerSettings) -> None:
     setup_logging(settings.log_level, settings.log_format, "planner")
     if not settings.redis_url:
         raise ConfigError("--redis-url is needed: Redis is where the planner finds the routers")
-    secret = cluster_secret(settings)
+    secret = read_secret(settings.secret_file) if settings.secret_file is not None else ClusterSecret("")
     planner = ClusterPlanner(settings.planner, settings.redis_url, settings.cluster, secret, threading.Lock(), log.info)
     ended = threading.Event()
 

@@ -167,13 +167,20 @@ class SharedSettings(Settings):
     """Settings of every process of a cluster."""
 
     cluster: str = Field("default", description="Name of the cluster; several can share one Redis.")
-    host: str = Field("127.0.0.1", description="Interface to listen on.")
     redis_url: str = Field("", description="URL of your own Redis; empty starts an embedded one.")
     secret_file: Path | None = Field(
         None,
         description="File with the cluster's secret, a long random text that its processes prove to each other; the "
         "same on every machine. Default: `cpd up` makes one for its own machine.",
     )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
+    log_format: LogFormat = Field("text", description="Log lines as text, or as JSON for a log store.")
+
+
+class MemberSettings(SharedSettings):
+    """Settings of every router and worker."""
+
+    host: str = Field("127.0.0.1", description="Interface to listen on.")
     lease_s: float = Field(
         5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
     )
@@ -184,13 +191,11 @@ class SharedSettings(Settings):
         description="Time that running requests have to end by themselves when a worker or router gets SIGTERM or "
         "`cpd drain`, in seconds. Then a worker's requests move to another worker, and a router's fail.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
-    log_format: LogFormat = Field("text", description="Log lines as text, or as JSON for a log store.")
 
     _plain_host = field_validator("host")(_without_brackets)
 
 
-class AllWorkersSettings(SharedSettings, EngineSettings):
+class AllWorkersSettings(MemberSettings, EngineSettings):
     """Settings that all workers of a cluster share."""
 
     transport: Literal["auto", "nixl", "ucx"] = Field(
@@ -240,7 +245,7 @@ class SimulatedSettings(WorkersSettings, _Advertised):
     """One process that simulates all workers of a cluster."""
 
 
-class AllRoutersSettings(SharedSettings, TargetSettings):
+class AllRoutersSettings(MemberSettings, TargetSettings):
     """Settings that all routers of a cluster share."""
 
     model: str = Field("", description="Checkpoint directory: tokenizer.json, tokenizer_config.json, config.json.")

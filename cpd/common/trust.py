@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from cpd.common.errors import ConfigError
-from cpd.common.settings import SharedSettings
+from cpd.common.settings import MemberSettings
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ HOW_TO_MAKE_ONE = (
 _ADMIN = "admin"
 
 
-def cluster_secret(settings: SharedSettings) -> "ClusterSecret":
+def cluster_secret(settings: MemberSettings) -> "ClusterSecret":
     """Returns the secret of a process's cluster.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
-from cpd.common.settings import PlannerSettings, RouterSettings, SharedSettings, WorkerSettings
+from cpd.common.settings import MemberSettings, PlannerSettings, RouterSettings, WorkerSettings
 from tests.deploy.commands import settings_of
 
 UNITS = {path.name: path for path in (Path(__file__).resolve().parents[2] / "deploy" / "systemd").glob("*.service")}
@@ -68,7 +68,7 @@ def test_a_process_that_ended_for_good_is_not_started_again(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_process_has_the_time_that_its_drain_takes(name: str) -> None:
     service = _service(name)
-    assert int(service["TimeoutStopSec"]) >= SharedSettings.model_fields["drain_s"].default + 10
+    assert int(service["TimeoutStopSec"]) >= MemberSettings.model_fields["drain_s"].default + 10
     assert "KillSignal" not in service, "the default is SIGTERM, which drains"
     assert service["KillMode"] == "mixed"
 
