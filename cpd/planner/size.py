@@ -1,8 +1,9 @@
 """Decides how many workers there should be. Pure.
 
-A number of workers is *enough* for a load if, with the best number of prefill workers, all but MISSED of the requests
-are predicted to be good (`capacity.py`). `needed(scale)` is the smallest number, between the bounds, that is enough for
-`scale` times the measured load.
+A number of workers is *enough* for a load if, with the best number of prefill workers, it is predicted to serve all but
+MISSED of the requests that would be good (`capacity.py`) with the most workers. Requests that can't be good on idle
+workers either need no more workers. `needed(scale)` is the smallest number, between the bounds, that is enough for
+`scale` times the measured load, and for the smaller ones of GROW, ROOM and SPARE.
 
     more    if the present number is not enough for GROW times the load: needed(ROOM)
     fewer   if needed(SPARE) has been below the present number for CALM_S: the largest needed(SPARE) of that time
@@ -15,12 +16,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from cpd.planner.capacity import CapacityModel, Demand, Fleet, Targets
 from cpd.planner.planner import MIN_REQUESTS
 
 MISSED = 0.02
-"""Share of the requests that may miss a target where workers are enough."""
+"""Share of the good requests that may be lost where workers are enough."""
 
 GROW, ROOM, SPARE = 1.1, 1.25, 1.5
 """Factors of the measured load: see the module."""
@@ -61,26 +63,28 @@ class Sizer:
         if not self._least <= count <= self._most:
             return Size(min(max(count, self._least), self._most), f"between {self._least} and {self._most} are wanted")
         model = CapacityModel(demands, fleet, self._targets, current) if demands else None
-        spare = self._enough(model, SPARE)
+        present, room, spare = self._enough(model)
         while self._needed and self._needed[-1][1] <= spare:
             self._needed.pop()
         self._needed.append((now, spare))
         while self._needed[0][0] < now - CALM_S:
             self._needed.popleft()
-        if model is not None and requests >= MIN_REQUESTS and count < (wanted := self._enough(model, GROW)):
-            wanted = max(wanted, self._enough(model, ROOM))
-            return Size(wanted, f"{count} workers are too few for {GROW:g} times the measured load")
+        if requests >= MIN_REQUESTS and count < present:
+            return Size(room, f"{count} workers are too few for {GROW:g} times the measured load")
         largest = self._needed[0][1]
         if largest < count and now - self._began >= CALM_S:
             return Size(largest, f"{largest} workers were enough for {SPARE:g} times the load of {CALM_S / 60:.0f} min")
         return Size(count, "as many as needed")
 
-    def _enough(self, model: CapacityModel | None, scale: float) -> int:
-        """Returns the smallest number of workers, between the bounds, that is enough; without any, the largest one."""
+    def _enough(self, model: CapacityModel | None) -> list[int]:
+        """Returns how many workers are needed for GROW, ROOM and SPARE times the load."""
         if model is None:
-            return self._least
+            return [self._least] * 3
 
-        def enough(workers: int) -> bool:
-            return max(one.good_share for one in model.predict(range(workers), scale, workers)) >= 1 - MISSED
+        def enough(scale: float) -> int:
+            def good(workers: int) -> float:
+                return max(one.good_per_s for one in model.predict(range(workers), scale, workers))
 
-        return min(bisect_left(range(self._most + 1), True, self._least, key=enough), self._most)
+            return bisect_left(range(self._most), (1 - MISSED) * good(self._most), self._least, key=good)
+
+        return list(accumulate(map(enough, (GROW, ROOM, SPARE)), max))
