@@ -147,7 +147,8 @@ async def test_a_lost_router_and_prefill_worker_start_on_the_other_machine_while
     with ray_machines(tmp_path) as machines:
         machines.add("one", cpd_router=2, cpd_combined=2, cpd_prefill=1)
         machines.add("two", cpd_router=2, cpd_prefill=1)
-        flags = ("--host=0.0.0.0", "--combined=2", "--prefill=2", "--routers=2", "--planner=act")
+        # The router that comes back to its machine must let streams end: other routers can't take them.
+        flags = ("--host=0.0.0.0", "--combined=2", "--prefill=2", "--routers=2", "--planner=act", "--drain-s=30")
         with ray_cluster(machines, tmp_path, checkpoint("qwen3"), *flags) as cluster:
             cluster.wait_for({"one": 3, "two": 1})
             cluster.wait_until(lambda: cluster.routers() == {"one": 1, "two": 1}, "a router on each machine")
