@@ -47,7 +47,7 @@ def describe(plan: PlanReport, *, alive: bool, now: float) -> list[str | Table]:
     decision = "they stay" if planned == current else f"{planned} should"
     lines.append(f"{current} of {workers} workers prefill, {decision}: {plan['reason']}")
     if plan["size_reason"]:
-        lines.append(f"{plan['wanted_workers']} workers should run: {plan['size_reason']}")
+        lines.append(f"Workers that should run: {plan['wanted_workers']} ({plan['size_reason']})")
     if plan["demands"]:
         lines += ["", _demands(plan)]
     if plan["predictions"]:

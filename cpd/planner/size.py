@@ -70,10 +70,10 @@ class Sizer:
         while self._needed[0][0] < now - CALM_S:
             self._needed.popleft()
         if requests >= MIN_REQUESTS and count < present:
-            return Size(room, f"{count} workers are too few for {GROW:g} times the measured load")
+            return Size(room, f"the present ones are too few for {GROW:g} times the measured load")
         largest = self._needed[0][1]
         if largest < count and now - self._began >= CALM_S:
-            return Size(largest, f"{largest} workers were enough for {SPARE:g} times the load of {CALM_S / 60:.0f} min")
+            return Size(largest, f"that was enough for {SPARE:g} times the load of the last {CALM_S / 60:.0f} min")
         return Size(count, "as many as needed")
 
     def _enough(self, model: CapacityModel | None) -> list[int]:
