@@ -1130,7 +1130,7 @@ class Output(_message.Message):
     attempt: _builtins.int
     choice: _builtins.int
     finish: Global___FinishReason.ValueType
-    """if set, this is the choice's last message"""
+    """if set, this is the choice's last message; set with token max_tokens"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

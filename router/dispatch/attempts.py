@@ -268,7 +268,7 @@ class Attempt:
         return self.decision
 
     def check(self, output: pb.Output) -> None:
-        """Raises ProtocolError if a figure of an output is out of range."""
+        """Raises ProtocolError if a figure of an output is out of range, or the last token does not end its choice."""
         request, token_ids, prefilled = self.request, output.token_ids, output.prefilled
         known = request.outputs[output.choice]
         hello = self.session.hello if self.session is not None else None
@@ -277,8 +277,11 @@ class Attempt:
             raise ProtocolError("it sent an output without tokens")
         if max(token_ids) >= vocab_size:
             raise ProtocolError(f"it sent token id {max(token_ids)}, but its vocabulary has {vocab_size}")
-        if len(known) + len(token_ids) > request.sampling.max_tokens:
+        left = request.sampling.max_tokens - len(known) - len(token_ids)
+        if left < 0:
             raise ProtocolError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
+        if left == 0 and output.finish == pb.FINISH_NONE:  # a replay would have nothing left to compute
+            raise ProtocolError(f"it did not end a choice with the last of its {request.sampling.max_tokens} tokens")
         if not 0 <= prefilled.queue_ms <= MAX_MS:
             raise ProtocolError(f"it reported a queue time of {prefilled.queue_ms} ms")
         if prefilled.cached_tokens > request.prompt_len + len(known):

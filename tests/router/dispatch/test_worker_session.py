@@ -258,6 +258,7 @@ class TestProtocolError:
             (pb.Output(token_ids=[512]), "token id 512, but its vocabulary has 512"),
             (pb.Output(token_ids=[(1 << 32) - 1]), "token id 4294967295"),
             (pb.Output(token_ids=[5, 5, 5]), "more than the 2 tokens that a request asked for"),
+            (pb.Output(token_ids=[5, 5]), "did not end a choice with the last of its 2 tokens"),
             (pb.Output(choice=1, token_ids=[5]), "choice 1 of a request that has 1"),
             (
                 pb.Output(token_ids=[5], logprobs=[pb.TokenLogprobs()] * 2),
