@@ -4,7 +4,7 @@ Usage: `python3 -m scripts.gpu_check [--carried DIR] [--out DIR] [--only PART â€
 repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; other packages can be wheels in DIR
 (`python -m scripts.gpu.carry` fetches them). Every part runs in its own process with a time limit.
 
-Writes to --out: `gpu_check.json` (device, versions, commit, all figures; `bench/results/` keeps such files),
+Writes to --out: `gpu_check.json` (device, versions, commit, all figures; `docs/performance/` keeps them),
 `details.tar.gz` (logs and each part's own files), and FlashInfer's kernels if they were compiled.
 """
 

@@ -35,22 +35,57 @@ class LayerByLayer:
         self, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Does what `__call__` does up to the head: returns its input, [R, H]."""
-        ops, stack, eps = self.ops, self.stack, self.stack.eps
-        x = ops.rms_norm(residual, stack.layers[0].input_norm, eps)
-        last = len(stack.layers) - 1
-        for index, layer in enumerate(stack.layers):
-            q = ops.rope_store(layer.qkv(x), batch, stack.cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
-            if index == last and rows is not None and not len(rows):
-                return None
-            x = ops.attention(q, kv[index], batch, stack.scale)  # [T, Hq · D]
-            if index == last and rows is not None:  # from here on nothing depends on the other tokens
-                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
-            x = ops.add_rms_norm(x, residual, next_norm, eps)
-            stack.progress[0] += 1
-        return x
+        q = self.first_queries(residual, batch, kv)
+        for index in range(len(self.stack.layers) - 1):
+            x = self.attention(index, q, batch, kv)
+            q = self.next_queries(index, x, residual, batch, kv)
+        return self.last_hidden(q, residual, batch, kv, rows)
+
+    # The parts of `hidden`. The attention is computed between them.
+
+    def first_queries(self, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """From the embeddings to the queries of the first layer: [T, H] -> [T, Hq, D]"""
+        return self._queries(0, self.ops.rms_norm(residual, self.stack.layers[0].input_norm, self.stack.eps), batch, kv)
+
+    def attention(self, index: int, q: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The attention of a layer: [T, Hq, D] -> [T, Hq · D]"""
+        return self.ops.attention(q, kv[index], batch, self.stack.scale)
+
+    def next_queries(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """From the attention of a layer, but the last, to the queries of the next: [T, Hq · D] -> [T, Hq, D]"""
+        return self._queries(index + 1, self._after_attention(index, x, residual), batch, kv)
+
+    def last_hidden(
+        self,
+        q: torch.Tensor,
+        residual: torch.Tensor,
+        batch: DeviceBatch,
+        kv: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """From the queries of the last layer to the head's input, [R, H]."""
+        last = len(self.stack.layers) - 1
+        if rows is not None and not len(rows):
+            self.stack.progress[0] += 1
+            return None
+        x = self.attention(last, q, batch, kv)
+        if rows is not None:  # from here on nothing depends on the other tokens
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        return self._after_attention(last, x, residual)
+
+    def _queries(self, index: int, x: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        layer, stack = self.stack.layers[index], self.stack
+        return self.ops.rope_store(layer.qkv(x), batch, stack.cos_sin, layer.q_norm, layer.k_norm, stack.eps, kv[index])
+
+    def _after_attention(self, index: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        ops, stack, layer = self.ops, self.stack, self.stack.layers[index]
+        x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, stack.eps)
+        x = layer.down(ops.silu_mul(layer.gate_up(x)))
+        norm = stack.norm if index + 1 == len(stack.layers) else stack.layers[index + 1].input_norm
+        stack.progress[0] += 1
+        return ops.add_rms_norm(x, residual, norm, stack.eps)
 
 
 class Decoder:
@@ -127,10 +162,9 @@ class Decoder:
             Logits [R, V] in the model's dtype; None if R is 0.
         """
         self.prepare(batch)
-        residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
-        return self._run_layers(residual, batch, kv, rows)
+        return self._run_layers(self.embed(batch.token_ids), batch, kv, rows)
 
-    # The parts of `forward`: CUDA graphs capture the middle one.
+    # The parts of `forward`: CUDA graphs capture some of them.
 
     def prepare(self, batch: DeviceBatch) -> None:
         """Plans a step."""
@@ -138,10 +172,17 @@ class Decoder:
 
     def hidden(self, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """Stores keys and values of a prepared batch, and returns the input of `head`: [T, H]."""
-        residual = F.embedding(batch.token_ids, self._embedding)
-        hidden = LayerByLayer(self._ops, self._stack).hidden(residual, batch, kv, None)
+        hidden = self.layer_by_layer().hidden(self.embed(batch.token_ids), batch, kv, None)
         assert hidden is not None
         return hidden
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Looks up embeddings: [T] -> [T, H]"""
+        return F.embedding(token_ids, self._embedding)
+
+    def layer_by_layer(self) -> LayerByLayer:
+        """Returns the layers' operations with this decoder's ops."""
+        return LayerByLayer(self._ops, self._stack)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits: [R, H] -> [R, V]"""

@@ -120,6 +120,19 @@ class Stack:
     progress: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
 
+@dataclass(frozen=True, slots=True)
+class FixedBuffers:
+    """Where ops of `Ops.with_fixed_buffers` put a step's results, at the beginning of each buffer.
+
+    Attributes:
+        queries: Result of `rope_store`. [most tokens, Hq, D]
+        attended: Result of `attention`. [most tokens, Hq · D]
+    """
+
+    queries: torch.Tensor
+    attended: torch.Tensor
+
+
 class FusedStack(Protocol):
     """Runs a prepared step through all layers."""
 
@@ -222,6 +235,16 @@ class Ops(Protocol):
 
     def fuse(self, stack: Stack) -> FusedStack | None:
         """Returns a faster way to run all layers than one operation at a time; None if this back end has none."""
+
+    def with_fixed_buffers(self, max_tokens: int) -> "tuple[Self, FixedBuffers] | None":
+        """Returns ops whose queries and attention outputs are in these buffers; None if this back end has none.
+
+        All their calls but `prepare` and `attention` can be captured in CUDA graphs. They share this one's workspaces,
+        so that only one step may run at a time.
+
+        Args:
+            max_tokens: Most tokens of a step.
+        """
 
     def capturable_decodes(self, max_decodes: int, max_pages: int) -> "Callable[[int], Ops] | None":
         """Returns a maker of ops for steps of exactly so many decodes; None if this back end has none.

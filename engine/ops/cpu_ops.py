@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops import kernels
-from engine.ops.base import DeviceBatch, FusedStack, Linear, Ops, Stack
+from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,9 @@ class CpuOps:
     def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, columns = torch.ops.cpd.top_k(x, count)
         return values, columns
+
+    def with_fixed_buffers(self, max_tokens: int) -> tuple[Self, FixedBuffers] | None:
+        return None
 
     def capturable_decodes(self, max_decodes: int, max_pages: int) -> Callable[[int], Ops] | None:
         return None

@@ -15,6 +15,7 @@ A layer's view of the pool has FlashInfer's layout HND, with a stride between pa
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -23,7 +24,7 @@ import torch
 
 from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch, IntArray
-from engine.ops.base import DeviceBatch, Heads
+from engine.ops.base import DeviceBatch, FixedBuffers, Heads
 from engine.ops.buffers import upload_arrays, upload_size
 from engine.ops.triton_ops import TritonOps, one_token
 
@@ -145,6 +146,13 @@ class FlashInferOps(TritonOps):
         )
         self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend="fa2")
         self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._buffers: FixedBuffers | None = None
+
+    def with_fixed_buffers(self, max_tokens: int) -> tuple[Self, FixedBuffers] | None:
+        other, heads = copy(self), self._geometry.heads
+        queries = torch.zeros(max_tokens, heads.num_q, heads.dim, dtype=self._dtype, device=self._device)
+        other._buffers = FixedBuffers(queries, torch.zeros_like(queries).view(max_tokens, -1))
+        return other, other._buffers
 
     def with_own_workspaces(self) -> Self:
         heads, sms = self._geometry.heads, self._geometry.sms
@@ -187,13 +195,16 @@ class FlashInferOps(TritonOps):
         self._staged.record()
 
     def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if self._buffers is None else self._buffers.attended[: len(q)].view(q.shape)
         d = batch.num_decodes
         if d:
             _run(self._decode, q[:d], kv, scale, out[:d])
         if d < batch.num_seqs:
             _run(self._prefill, q[d:], kv, scale, out[d:])
         return out.view(len(q), -1)
+
+    def _new_queries(self, qkv: torch.Tensor, num_q: int, dim: int) -> torch.Tensor:
+        return self._buffers.queries[: len(qkv)] if self._buffers else super()._new_queries(qkv, num_q, dim)
 
 
 class PageBuffer:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cpd.common.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch, FusedStack, Linear, Ops, Stack
+from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack
 from engine.ops.buffers import upload
 
 _DECODES_AT_ONCE = 16
@@ -139,6 +139,9 @@ class TorchOps:
     def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, columns = torch.topk(x, count)
         return values, columns
+
+    def with_fixed_buffers(self, max_tokens: int) -> tuple[Self, FixedBuffers] | None:
+        return None
 
     def capturable_decodes(self, max_decodes: int, max_pages: int) -> Callable[[int], Ops] | None:
         return None

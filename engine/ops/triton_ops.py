@@ -79,7 +79,7 @@ class TritonOps(TorchOps):
         _, _, num_kv, _, dim = kv.shape
         tokens = len(qkv)
         num_q = qkv.shape[1] // dim - 2 * num_kv
-        q = torch.empty(tokens, num_q, dim, dtype=qkv.dtype, device=qkv.device)
+        q = self._new_queries(qkv, num_q, dim)
         grid = tokens, _cdiv(num_q + 2 * num_kv, _ROPE_HEADS)
         self._kernels.rope_store[grid](
             qkv,
@@ -102,6 +102,10 @@ class TritonOps(TorchOps):
             num_warps=2,
         )
         return q
+
+    def _new_queries(self, qkv: torch.Tensor, num_q: int, dim: int) -> torch.Tensor:
+        """Returns memory for the queries of `rope_store`: [T, Hq, D]"""
+        return torch.empty(len(qkv), num_q, dim, dtype=qkv.dtype, device=qkv.device)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = len(gate_up), gate_up.shape[1] // 2

@@ -9,8 +9,8 @@ A second step may be launched before the first is collected. The stream keeps th
 both use (inputs, page tables, a graph's memory). Host memory that the stream copies from is not shared between steps,
 or is guarded by an event (`engine/ops/flashinfer_ops.py`).
 
-A split's prefill lane runs on its own thread: starting a chunk's thousands of kernels takes milliseconds and would
-delay the next decode step. The thread sleeps until the chunk's event, and then starts the queued chunk.
+A split's prefill lane runs on its own thread: starting a large chunk's kernels takes milliseconds and would delay the
+next decode step. The thread sleeps until the chunk's event, and then starts the queued chunk.
 
 | what                                 | owner                                   | may be used by others               |
 | --- | --- | --- |
@@ -41,9 +41,12 @@ import torch
 
 from engine.batch import Batch, IntArray, Sampled
 from engine.execution.cuda.graphs import DecodeGraphs
+from engine.execution.cuda.piecewise import PiecewiseGraphs
 from engine.execution.executor import StepResult
 from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import ChosenTokens
+from engine.ops.base import DeviceBatch
+from engine.ops.buffers import upload_arrays
 
 
 class PageCopies:
@@ -77,21 +80,35 @@ class PageCopies:
 
 
 class GraphStep(ModelStep):
-    """Steps that replay a graph if there is one for them."""
+    """Steps that replay graphs if there are any for them.
 
-    def __init__(self, step: ModelStep, graphs: DecodeGraphs) -> None:
+    Args:
+        step: Computes the other steps.
+        decodes: Graphs of steps that only decode.
+        prompts: Graphs of other steps.
+    """
+
+    def __init__(self, step: ModelStep, decodes: DecodeGraphs | None, prompts: PiecewiseGraphs | None) -> None:
         super().__init__(step.model, step.kv, step.sampler, step.device)
-        self._graphs = graphs
+        self._decodes = decodes
+        self._prompts = prompts
 
     def logits(self, batch: Batch, rows: IntArray, previous: torch.Tensor | None = None) -> torch.Tensor | None:
-        if not self._graphs.fits(batch):
-            return super().logits(batch, rows, previous)
-        hidden = self._graphs.run(batch, lambda loaded: self.fill_token_ids(loaded, previous))
-        if not len(rows):
-            return None
-        logits = self.model.head(hidden)  # with padding: cuBLAS has chosen algorithms for these sizes
-        is_prefix = rows[-1] == len(rows) - 1  # rows ascend
-        return logits[: len(rows)] if is_prefix else self.take_rows(logits, rows)
+        def fill(loaded: DeviceBatch) -> None:
+            self.fill_token_ids(loaded, previous)
+
+        if self._decodes is not None and self._decodes.fits(batch):
+            hidden = self._decodes.run(batch, fill)
+            if not len(rows):
+                return None
+            logits = self.model.head(hidden)  # with padding: cuBLAS has chosen algorithms for these sizes
+            is_prefix = rows[-1] == len(rows) - 1  # rows ascend
+            return logits[: len(rows)] if is_prefix else self.take_rows(logits, rows)
+        if self._prompts is not None and self._prompts.fits(batch):
+            every = len(rows) == len(batch.token_ids)
+            sampled = self._prompts.run(batch, None if every else upload_arrays([rows], self.device)[0], fill)
+            return None if sampled is None else self.model.head(sampled)
+        return super().logits(batch, rows, previous)
 
 
 @dataclass(frozen=True, slots=True)

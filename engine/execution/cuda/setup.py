@@ -12,14 +12,15 @@ from cpd.common.blocks import blocks_for
 from engine.execution.cpu.lanes import ThreadLane
 from engine.execution.cuda import warm_up
 from engine.execution.cuda.driver import CudaDriver, CudaError, CudaUnavailableError
-from engine.execution.cuda.graphs import DecodeGraphs
+from engine.execution.cuda.graphs import DecodeGraphs, graph_sizes
 from engine.execution.cuda.greenctx import GreenContexts, PartitionPair
 from engine.execution.cuda.lanes import CudaLane, GraphStep, PageCopies
+from engine.execution.cuda.piecewise import SIZES, PiecewiseGraphs
 from engine.execution.executor import Lane, Split
 from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
 from engine.model.decoder import Decoder
-from engine.ops.base import Ops
+from engine.ops.base import FixedBuffers, Ops
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +69,27 @@ def make_lanes(
     """
     device, spare_page = pool.device, len(pool) - 1
     kv = [pool[:, layer] for layer in range(pool.shape[1])]
-    step = ModelStep(model, kv, sampler, device)
-    prefill_step = ModelStep(model.with_own_workspaces(), kv, sampler, device)
     contexts, pairs = _partitions(device) if split else (None, [])
-    torch.cuda.synchronize(device)  # the default stream wrote weights and pool
+    prefill_ops = ops.with_own_workspaces()
+    step = ModelStep(model, kv, sampler, device)
+    prefill_step = ModelStep(model.with_ops(prefill_ops), kv, sampler, device)
+    buffered = ops.with_fixed_buffers(SIZES[-1]) if max_decodes else None
+    prefill_buffered = prefill_ops.with_fixed_buffers(SIZES[-1]) if max_decodes and pairs else None
+    torch.cuda.synchronize(device)  # the default stream wrote weights, pool and buffers
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     copies = PageCopies(pool, stream)
     executor = ThreadPoolExecutor(1, thread_name_prefix="prefill-lane")
-    captured = itertools.count(1)
+    captures = itertools.count(1)
 
-    def with_graphs(lane: str, stream: torch.cuda.Stream) -> ModelStep:
-        """Returns the step of a lane, with captured decodes if possible."""
+    def captured() -> None:
+        in_all = len(graph_sizes(max_decodes)) * (1 + len(pairs)) + len(SIZES) * (1 + 2 * len(pairs))
+        on_progress("capturing graphs", next(captures) / in_all)
+
+    def capture_decodes(lane: str, stream: torch.cuda.Stream) -> DecodeGraphs | None:
         with torch.cuda.stream(stream):
             ops_of_size = ops.capturable_decodes(max_decodes, blocks_for(max_model_len)) if max_decodes else None
         if ops_of_size is None:
-            return step
+            return None
         graphs = DecodeGraphs(
             model,
             ops_of_size,
@@ -92,19 +99,33 @@ def make_lanes(
             stream=stream,
             device=device,
         )
-        total = len(graphs.sizes) * (1 + len(pairs))
-        graphs.capture(lane, lambda: on_progress("capturing decode graphs", next(captured) / total))
-        return GraphStep(step, graphs)
+        graphs.capture(lane, captured)
+        return graphs
+
+    def capture_prompts(
+        lane: str, stream: torch.cuda.Stream, ops_in: tuple[Ops, FixedBuffers] | None
+    ) -> PiecewiseGraphs | None:
+        if ops_in is None:
+            return None
+        graphs = PiecewiseGraphs(
+            model.with_ops(ops_in[0]), ops_in[1], kv, spare_page=spare_page, stream=stream, device=device
+        )
+        graphs.capture(lane, captured)
+        return graphs
+
+    def with_graphs(lane: str, stream: torch.cuda.Stream) -> ModelStep:
+        return GraphStep(step, capture_decodes(lane, stream), capture_prompts(lane, stream, buffered))
 
     full = CudaLane(with_graphs("full", stream), stream, copies)
     splits: list[Split] = []
     for pair in pairs:
         sms = pair.prefill.sms + pair.decode.sms
-        on_thread = CudaLane(prefill_step, pair.prefill.stream(), copies, sleeps=True)
+        of_prefill, of_decode = pair.prefill.stream(), pair.decode.stream()
+        prompts = capture_prompts(f"{pair.prefill.sms}-SM prefill", of_prefill, prefill_buffered)
+        on_thread = CudaLane(GraphStep(prefill_step, None, prompts), of_prefill, copies, sleeps=True)
         prefill = ThreadLane(executor, on_thread.run, None, pair.prefill.sms / sms)
-        stream_of_decodes = pair.decode.stream()
-        decode_step = with_graphs(f"{pair.decode.sms}-SM decode", stream_of_decodes)
-        splits.append(Split(prefill, CudaLane(decode_step, stream_of_decodes, copies, share=pair.decode.sms / sms)))
+        decode_step = with_graphs(f"{pair.decode.sms}-SM decode", of_decode)
+        splits.append(Split(prefill, CudaLane(decode_step, of_decode, copies, share=pair.decode.sms / sms)))
     # Captures free unused memory, so lanes warm up after them.
     for lane in (full, *(lanes.prefill for lanes in splits)):
         warm_up.run(lane, warm_up.prompts(_PREFILL_TOKENS, max_model_len, spare_page))

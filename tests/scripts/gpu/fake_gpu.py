@@ -32,6 +32,9 @@ class FakeStream:
     def wait_stream(self, stream: "FakeStream") -> None:
         self.clock = max(self.clock, stream.clock)
 
+    def synchronize(self) -> None:
+        self.gpu.now = max(self.gpu.now, self.clock)
+
 
 class FakeEvent:
     """See `torch.cuda.Event`."""

@@ -15,7 +15,7 @@ import torch
 import engine.ops
 from cpd.common.blocks import extend_hashes, hash_root
 from engine.batch import Batch
-from engine.execution.cuda import setup, warm_up
+from engine.execution.cuda import piecewise, setup, warm_up
 from engine.execution.cuda.driver import CudaError, CudaUnavailableError
 from engine.execution.cuda.host_memory import CudaHostMemory
 from engine.execution.cuda.setup import CudaLanes, make_lanes
@@ -123,11 +123,17 @@ def prompt_of(length: int) -> list[int]:
 
 
 def graphs_of(lane: Lane) -> dict[int, FakeGraph]:
-    """Returns the captured graphs of a lane by size."""
-    return {size: graph.graph for size, graph in lane._step._graphs._graphs.items()}  # type: ignore[attr-defined]
+    """Returns the captured decodes of a lane by size."""
+    return {size: graph.graph for size, graph in lane._step._decodes._graphs.items()}  # type: ignore[attr-defined]
 
 
-def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, reference: TorchRunner) -> None:
+def pieces_of(step: Any) -> dict[int, list[FakeGraph]]:
+    """Returns the captured pieces of a lane's step by number of tokens."""
+    pieces: dict[int, list[FakeGraph]] = step._prompts._graphs
+    return pieces
+
+
+def test_decodes_and_prompts_replay_graphs(start: Start, reference: TorchRunner) -> None:
     runner = start()
     outputs = []
     for pager in (Pager(reference, seed=1), Pager(runner, seed=2)):
@@ -140,6 +146,44 @@ def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, re
         outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
     assert {size: graph.replays for size, graph in graphs_of(runner.full).items()} == {1: 2, 2: 2, 4: 6}
+    pieces = pieces_of(runner.full._step)  # type: ignore[attr-defined]
+    assert {len(graphs) for graphs in pieces.values()} == {3}  # one per layer
+    replays = {size: [graph.replays for graph in graphs] for size, graphs in pieces.items()}
+    # 5 decodes are more than the largest graph of decodes; the prompt of 50 and the warm-up's 40 tokens take 64
+    assert {size: counts for size, counts in replays.items() if any(counts)} == {
+        16: [5] * 3,
+        32: [2] * 3,
+        64: [3] * 3,
+    }
+
+
+def test_a_step_larger_than_every_graph_runs_eagerly(
+    start: Start, reference: TorchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piecewise, "SIZES", (16, 32))
+    monkeypatch.setattr(setup, "SIZES", (16, 32))
+    outputs = []
+    runner = start()
+    for pager in (Pager(reference), Pager(runner)):
+        sequence = pager.start(prompt_of(100))
+        outputs.append([*pager.generate(sequence, 3, chunk=60), *pager.generate(pager.start(prompt_of(33)), 2)])
+    assert outputs[0] == outputs[1]
+    replays = [graph.replays for graph in pieces_of(runner.full._step)[32]]  # type: ignore[attr-defined]
+    assert not any(replays)
+
+
+def test_the_prefill_lane_replays_the_pieces_of_prompts(start: Start, reference: TorchRunner) -> None:
+    """Chunks without a sampled token end after the last keys and values."""
+    expected = Pager(reference)
+    runner = start()
+    pager, lane = Pager(cast(TorchRunner, runner)), runner.splits[1].prefill
+    sequence = pager.start(prompt_of(150))
+    for chunk in (60, 17, 73):
+        done = threading.Event()
+        lane.launch(pager.batch([(sequence, chunk)]), done.set)
+        assert done.wait(20)
+        sampled = lane.collect().sampled
+    assert [token.token_id for token in sampled] == expected.generate(expected.start(prompt_of(150)), 1)
 
 
 def test_a_step_of_decodes_may_sample_some_of_its_rows(start: Start, reference: TorchRunner) -> None:
@@ -238,8 +282,9 @@ def test_each_lane_captures_on_its_own_stream_with_its_own_memory(start: Start) 
         pools |= {graph.options["pool"] for graph in graphs.values()}
         streams.add(lane._stream)  # type: ignore[attr-defined]
     assert len(pools) == len(streams) == 4
-    assert {what for what, _ in runner.progress} == {"capturing decode graphs"}
-    assert [fraction for _, fraction in runner.progress] == [number / 12 for number in range(1, 13)]
+    assert {what for what, _ in runner.progress} == {"capturing graphs"}
+    count = 4 * len(graphs) + 7 * len(piecewise.SIZES)
+    assert [fraction for _, fraction in runner.progress] == [number / count for number in range(1, count + 1)]
 
 
 def test_steps_wait_on_the_device_for_copied_pages(start: Start) -> None:
@@ -339,7 +384,7 @@ def test_no_partition_is_left_if_the_driver_fails(start: Start, monkeypatch: pyt
 def test_lanes_are_not_made_unless_asked_for(start: Start) -> None:
     runner = start(split=False)
     assert runner.splits == []
-    assert runner.progress[-1] == ("capturing decode graphs", 1.0)
+    assert runner.progress[-1] == ("capturing graphs", 1.0)
 
 
 def test_a_lane_calls_back_when_it_is_done(start: Start) -> None:
