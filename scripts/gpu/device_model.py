@@ -23,13 +23,13 @@ def device_model(
         report: Its folder holds the profile.
         runner: The runner to measure; nothing else may use it meanwhile.
         name: Name of the model.
-        most_seqs: Largest number of sequences in a batch.
+        most_seqs: Most decodes in a batch; a prompt may join them.
         seconds: Time to measure.
     """
     path = report.out / f"profile-{name}.json" if report.out else None
     if path is not None and path.exists():
         return PerfModel(Profile.load(path))
-    limits = Limits(most_seqs, runner.config.max_model_len, runner.num_pages)
+    limits = Limits(most_seqs + 1, runner.config.max_model_len, runner.num_pages)
     samples = measure_samples(runner, limits, seconds, lambda _what, _fraction: None)
     here = profile_labels(Path(name), runner.dtype, runner.pool.device)
     profile = fit_profile(samples, **here, page_bytes=runner.page_bytes)
