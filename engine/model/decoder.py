@@ -68,7 +68,6 @@ class LayerByLayer:
         """From the queries of the last layer to the head's input, [R, H]."""
         last = len(self.stack.layers) - 1
         if rows is not None and not len(rows):
-            self.stack.progress[0] += 1
             return None
         x = self.attention(last, q, batch, kv)
         if rows is not None:  # from here on nothing depends on the other tokens

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from engine.ops.buffers import upload_arrays, upload_size
 
 log = logging.getLogger(__name__)
 
-_WARM_UPS = 2
-"""Eager runs before a capture, which compile and load kernels and let cuBLAS choose algorithms and workspace."""
+Captured = TypeVar("Captured")
+
+WARM_UPS = 2
+"""Runs before a capture, which compile and load kernels and let cuBLAS choose algorithms and workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +91,9 @@ class DecodeGraphs:
             what: Name of the lane, for the log.
             on_captured: Called after each size.
         """
-        start_s, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
-            self._graphs[size] = self._capture(size, pool)
-            on_captured()
-        log.info(
-            "captured decode graphs of %d sizes up to %d on the %s lane in %.1f s, %d MiB",
-            len(self.sizes),
-            self.sizes[-1],
-            what,
-            time.perf_counter() - start_s,
-            (free - torch.cuda.mem_get_info(self._device)[0]) >> 20,
+        self._graphs = capture_sizes(
+            self.sizes, lambda size: self._capture(size, pool), f"decodes on the {what} lane", self._device, on_captured
         )
 
     def fits(self, batch: Batch) -> bool:
@@ -133,7 +126,7 @@ class DecodeGraphs:
             model = self._model.with_ops(self._ops_of_size(size))
             batch = self._load(padding(size, self._spare_page))
             model.prepare(batch)
-            for _ in range(_WARM_UPS):
+            for _ in range(WARM_UPS):
                 model.head(model.hidden(batch, self._kv))
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -141,6 +134,35 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 hidden = model.hidden(batch, self._kv)
         return _Graph(model, graph, hidden)
+
+
+def capture_sizes(
+    sizes: Sequence[int],
+    capture: Callable[[int], Captured],
+    what: str,
+    device: torch.device,
+    on_captured: Callable[[], None],
+) -> dict[int, Captured]:
+    """Captures every size, the largest first, so that the others reuse its memory, and logs time and memory.
+
+    Args:
+        what: What is captured and where, for the log.
+        on_captured: Called after each size.
+    """
+    start_s, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+    captured: dict[int, Captured] = {}
+    for size in reversed(sizes):
+        captured[size] = capture(size)
+        on_captured()
+    log.info(
+        "captured graphs of %d sizes up to %d for %s in %.1f s, %d MiB",
+        len(sizes),
+        sizes[-1],
+        what,
+        time.perf_counter() - start_s,
+        (free - torch.cuda.mem_get_info(device)[0]) >> 20,
+    )
+    return captured
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -11,8 +11,6 @@ from the thread that starts the decodes. Attention stays out of the graphs: its 
 A step is padded to the next size. The padding's keys and values go to a spare page that belongs to no sequence.
 """
 
-import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,18 +21,13 @@ import torch
 
 from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch
-from engine.execution.cuda.graphs import padding
+from engine.execution.cuda.graphs import WARM_UPS, capture_sizes, padding
 from engine.model.decoder import Decoder
 from engine.ops.base import DeviceBatch, FixedBuffers
 from engine.ops.buffers import upload_arrays, upload_size
 
-log = logging.getLogger(__name__)
-
 SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """Tokens of the captured steps. Larger steps take the device longer than the host takes to start them."""
-
-_WARM_UPS = 2
-"""Runs before a capture, which compile and load kernels and let cuBLAS choose algorithms and workspace."""
 
 
 class PiecewiseGraphs:
@@ -81,18 +74,9 @@ class PiecewiseGraphs:
             what: Name of the lane, for the log.
             on_captured: Called after each size.
         """
-        start_s, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(SIZES):
-            self._graphs[size] = self._capture(size, pool)
-            on_captured()
-        log.info(
-            "captured prompts of %d sizes up to %d tokens on the %s lane in %.1f s, %d MiB",
-            len(SIZES),
-            SIZES[-1],
-            what,
-            time.perf_counter() - start_s,
-            (free - torch.cuda.mem_get_info(self._device)[0]) >> 20,
+        self._graphs = capture_sizes(
+            SIZES, lambda size: self._capture(size, pool), f"prompts on the {what} lane", self._device, on_captured
         )
 
     def fits(self, batch: Batch) -> bool:
@@ -140,7 +124,7 @@ class PiecewiseGraphs:
     def _capture(self, size: int, pool: Any) -> list[torch.cuda.CUDAGraph]:
         with torch.cuda.stream(self._stream):
             pieces = self._pieces(self._load(padding(size, self._spare_page), size))
-            for _ in range(_WARM_UPS):
+            for _ in range(WARM_UPS):
                 for piece in pieces:
                     piece()
             self._stream.synchronize()
