@@ -110,13 +110,16 @@ async def _try_to_hold(
 ) -> tuple[list[int], asyncio.Task[Answer], str, str] | None:
     """Sends a request, and has it leave its worker. Returns what `hold_move` does when it is held in the phase.
 
-    Returns None if the request ended without being held, for example because the workers' pools were connected already.
+    Returns None if the request ended without being held: before its worker reported it, or because the workers' pools
+    were connected already.
     """
     (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
     request = await begin(http, prompt, max_tokens=OUTPUT_TOKENS)
     request.add_done_callback(retrieve_error)
     while not (busy := await cluster.busy_workers("combined")):
-        assert not request.done(), f"the request ended before its worker reported it: {request}"
+        if request.done():
+            request.result()
+            return None
     (source,) = busy
     (target,) = set(COMBINED) - {source}
     side, point, k = _HOLD_AT[phase]
