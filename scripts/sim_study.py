@@ -62,18 +62,19 @@ ABLATIONS: tuple[str, ...] = (
     "cost-no-queue",
 )
 
-MIXES = (
-    {"long_share": 0.0, "agent_share": 0.0},
-    {"long_share": 0.0, "agent_share": 1.0},
-    {"long_share": 0.02, "agent_share": 0.5},
-    {"long_share": 0.05, "agent_share": 0.5},
-    {"long_share": 0.1, "agent_share": 0.0},
-    {"long_share": 0.1, "agent_share": 1.0},
-    {"long_share": 0.2, "agent_share": 0.5},
-    {"long_share": 0.4, "agent_share": 0.5},
-    {"long_share": 0.7, "agent_share": 0.5},
-    {"long_share": 1.0, "agent_share": 0.5},
+MIXES: tuple[tuple[float, dict[str, Any]], ...] = (
+    (2800.0, {"long_share": 0.0, "agent_share": 0.0}),
+    (900.0, {"long_share": 0.0, "agent_share": 1.0}),
+    (870.0, {"long_share": 0.02, "agent_share": 0.5}),
+    (400.0, {"long_share": 0.05, "agent_share": 0.5}),
+    (250.0, {"long_share": 0.1, "agent_share": 0.0}),
+    (220.0, {"long_share": 0.1, "agent_share": 1.0}),
+    (135.0, {"long_share": 0.2, "agent_share": 0.5}),
+    (56.0, {"long_share": 0.4, "agent_share": 0.5}),
+    (32.0, {"long_share": 0.7, "agent_share": 0.5}),
+    (24.0, {"long_share": 1.0, "agent_share": 0.5}),
 )
+"""Mixes, each with a rate in requests a second that is too much for 16 workers."""
 
 CACHE_RATE = 60.0
 """Rate of the part `cache`, in requests a second, which even `most-cached` sustains."""
@@ -102,9 +103,9 @@ STARTS = (0, 4, 8, 11)
 
 OVERLOADS: tuple[tuple[float, dict[str, Any]], ...] = (
     (200.0, {"long_share": 0.1, "agent_share": 0.5}),
-    (24.0, {"long_share": 1.0, "agent_share": 0.5}),
+    *reversed(MIXES),
 )
-"""Rates and mixes of the part `planner`."""
+"""Rates and mixes of the part `planner`: the base mix, then the others, those with few requests first."""
 
 SPLITS = (0.0, 0.125, 0.25, 0.5, 0.6875)
 """Shares of prefill workers in the part `day`."""
@@ -173,7 +174,7 @@ def cells(part: str, seeds: Sequence[int], speedups: Sequence[float], base: Comp
         case "ablations":
             yield from (Cell(part, policy, CHOSEN["cost"]) for policy in ABLATIONS)
         case "mixes":
-            for mix in MIXES:
+            for _, mix in MIXES:
                 yield from (Cell(part, policy, {**chosen, **mix}) for policy, chosen in CHOSEN.items())
         case "cache":
             policies: tuple[str, ...] = ("cost", "cost-no-remote", "most-cached")

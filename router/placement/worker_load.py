@@ -4,6 +4,7 @@ A report tells when the prompts on the worker will be computed. Between reports 
 sends them; it can't see those of other routers. What it learned of the worker (`learning.py`) corrects both.
 """
 
+from math import exp
 from typing import get_args
 
 from cpd.common.errors import ConfigError
@@ -13,11 +14,10 @@ from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_load
 from router.placement.candidate import NOMINAL, Candidate
-from router.placement.learning import WorkerErrors
+from router.placement.learning import FORGET_S, WorkerErrors
 
 MAX_SLOWDOWN = 4.0
-"""Limit on how many times slower, or faster, than its profile a worker counts: a worker without requests could not show
-that it has recovered."""
+"""Limit on how many times slower, or faster, than its profile a worker counts."""
 
 UNSEEN_S = 1.0
 """Time for which a prompt that a report does not name counts as on its way to the worker, in seconds. After that it is
@@ -59,6 +59,7 @@ class WorkerLoad:
         self._others = 0
         self._decode_slowdown = 1.0
         self._at = 0.0
+        self._worked_at: float | None = None
         self._unanswered: dict[int, tuple[float, float]] = {}  # by request: when it was sent, and its prefill_ms
         self._candidate: Candidate | None = None
 
@@ -94,7 +95,10 @@ class WorkerLoad:
         """
         check_load(load)
         self._load = load
-        slowdown = _limited(load.slowdown)
+        if load.running + load.waiting or self._worked_at is None:
+            self._worked_at = now
+        # without requests, a worker can't show that it has recovered
+        slowdown = _limited(load.slowdown) ** exp((self._worked_at - now) / FORGET_S)
         self._at = now
         decodes = Work.decode(load.decodes, load.decode_context)
         self._estimator = PrefillEstimator(self._colocation, decodes, slowdown)

@@ -1,3 +1,4 @@
+from math import e
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.placement.candidate import NOMINAL
-from router.placement.learning import RoleErrors, WorkerErrors
+from router.placement.learning import FORGET_S, RoleErrors, WorkerErrors
 from router.placement.worker_load import MAX_SLOWDOWN, UNSEEN_S, WorkerLoad
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
@@ -141,6 +142,19 @@ def test_the_slowdown_is_limited() -> None:
     load = _worker_load()
     load.on_report(pb.Load(slowdown=1000.0), 1.0)
     assert load.candidate.estimator.slowdown == MAX_SLOWDOWN
+
+
+def test_a_slow_worker_without_requests_is_tried_again() -> None:
+    load = _worker_load()
+
+    def seen(now: float, running: int) -> float:
+        load.on_report(pb.Load(slowdown=2.0, running=running), now)
+        return load.candidate.estimator.slowdown
+
+    assert seen(0.0, 1) == seen(500.0, 1) == 2.0
+    assert seen(500.0 + FORGET_S, 0) == pytest.approx(2 ** (1 / e))
+    assert seen(500.0 + 10 * FORGET_S, 0) == pytest.approx(1.0, abs=1e-4)
+    assert seen(500.0 + 10 * FORGET_S, 1) == 2.0
 
 
 def test_decode_steps_are_slowed_by_the_recent_factor() -> None:
