@@ -107,6 +107,9 @@ OVERLOADS: tuple[tuple[float, dict[str, Any]], ...] = (
 )
 """Rates and mixes of the part `planner`: the base mix, then the others, those with few requests first."""
 
+PLANNED_REQUESTS = 6000
+"""Measured requests of a cell of the part `planner`, if --duration allows; but at least 10 s."""
+
 SPLITS = (0.0, 0.125, 0.25, 0.5, 0.6875)
 """Shares of prefill workers in the part `day`."""
 
@@ -191,9 +194,10 @@ def cells(part: str, seeds: Sequence[int], speedups: Sequence[float], base: Comp
             if base.file is not None:
                 loads += [(speedup, {"workload": "trace", "speedup": speedup}) for speedup in speedups]
             for (rate, load), seed, start, planner in product(loads, seeds, STARTS, ("off", "act")):
-                yield Cell(
-                    part, "cost", {**load, **wrong, "seed": seed, "prefill_workers": start, "planner": planner}, rate
-                )
+                changes = {**load, **wrong, "seed": seed, "prefill_workers": start, "planner": planner}
+                if "workload" not in load:  # of a trace, the rate is a speed
+                    changes["duration"] = max(10.0, min(base.duration, PLANNED_REQUESTS / rate))
+                yield Cell(part, "cost", changes, rate)
         case "day":
             for seed, error in product(seeds, ERRORS):
                 day: dict[str, Any] = {**wrong, "workload": "day", "profile_error": error, "seed": seed}
