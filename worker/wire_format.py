@@ -99,8 +99,10 @@ def first_outputs_from_wire(message: pb.PrefillFirstTokens, request: Request, li
     """Returns the first token of each choice of `request`, in choice order, from a prefill worker's report.
 
     Raises:
-        InvalidRequestError: There is not exactly one token per choice, or a token is outside the vocabulary.
+        InvalidRequestError: There is not exactly one token per choice, a token is outside the vocabulary, or the last
+            token that a choice may have does not end it.
     """
+    is_last = len(request.token_ids) + 1 - request.prompt_len == request.params.max_tokens
     outputs = sorted((_output_from_wire(output, request.id) for output in message.outputs), key=lambda o: o.choice)
     expected = list(range(request.first_choice, request.first_choice + request.n))
     _require(
@@ -115,6 +117,10 @@ def first_outputs_from_wire(message: pb.PrefillFirstTokens, request: Request, li
         _require(
             len(output.logprobs) == (request.params.top_logprobs is not None),
             "the prefill worker did not send the requested logprobs",
+        )
+        _require(
+            output.finish is not None or not is_last,
+            f"the prefill worker did not end a choice with the last of its {request.params.max_tokens} tokens",
         )
     return outputs
 

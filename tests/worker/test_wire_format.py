@@ -165,8 +165,9 @@ def first_tokens(*outputs: Output) -> pb.PrefillFirstTokens:
     return pb.PrefillFirstTokens(outputs=[output_to_wire(output) for output in outputs])
 
 
-def request_for(n: int, top_logprobs: int | None = None) -> Request:
-    return Request("r", [1], 1, SamplingParams(top_logprobs=top_logprobs), ROOT, [], first_choice=4, n=n)
+def request_for(n: int, top_logprobs: int | None = None, emitted: int = 0) -> Request:
+    params = SamplingParams(top_logprobs=top_logprobs)
+    return Request("r", [1] * (1 + emitted), 1, params, ROOT, [], first_choice=4, n=n)
 
 
 def test_first_tokens_survive_the_round_trip() -> None:
@@ -192,3 +193,11 @@ def test_first_tokens_survive_the_round_trip() -> None:
 def test_first_tokens_that_do_not_match_the_request_are_refused(outputs: list[Output]) -> None:
     with pytest.raises(InvalidRequestError):
         first_outputs_from_wire(first_tokens(*outputs), request_for(2), LIMITS)
+
+
+def test_the_last_first_token_must_end_its_choice() -> None:
+    request = request_for(1, emitted=15)  # of 16
+    ended, unended = (first_tokens(Output("r", 4, [7], [], finish)) for finish in (Finish.LENGTH, None))
+    assert first_outputs_from_wire(ended, request, LIMITS)
+    with pytest.raises(InvalidRequestError, match="did not end a choice with the last of its 16 tokens"):
+        first_outputs_from_wire(unended, request, LIMITS)
