@@ -229,6 +229,8 @@ def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
         }
     if cell.part == "day":
         return _day(settings, cell)
+    if cell.part == "planner":
+        return _planned(settings, cell)
     if cell.rate is None:
         row = search_rate(settings)
     else:
@@ -260,6 +262,18 @@ def _shares(cell: Cell, base: CompareSettings) -> dict[str, Any]:
         "share": own.tolist(),
         "least": others.min(axis=0).round(2).tolist(),
         "most": others.max(axis=0).round(2).tolist(),
+    }
+
+
+def _planned(settings: CompareSettings, cell: Cell) -> dict[str, Any]:
+    """Requests and good ones a second, and each number of prefill workers with the time at which it began."""
+    assert cell.rate is not None
+    cluster = SimCluster(settings, make_workload(settings, cell.rate))
+    good = cluster.judge()
+    return {
+        "offered": len(cluster.records) / settings.duration,
+        "good": good / settings.duration,
+        "prefill": [[0.0, settings.prefill_workers], *([at, plan.prefill_workers] for at, plan in cluster.changes)],
     }
 
 
@@ -302,7 +316,7 @@ def show(directory: Path, base: CompareSettings) -> None:
                     for name, ms in found.items()
                 ),
             )
-        elif path.stem.startswith(("misjudged", "day")):
+        elif path.stem.startswith(("misjudged", "day", "planner")):
             print(path.stem, *(f"{name} {value}" for name, value in found.items()))
         elif found["max_rate"]:
             figures = {name: value for name, value in found.items() if isinstance(value, float)}

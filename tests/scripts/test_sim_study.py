@@ -20,3 +20,12 @@ def test_a_day_is_counted_by_its_eighths() -> None:
     assert len(found["good"]) == 8
     assert 0 < sum(found["good"]) <= found["offered"]
     assert found["changes"] == 0
+
+
+def test_a_planner_is_compared_with_the_numbers_that_it_starts_from() -> None:
+    base = CompareSettings(workers=3, warmup=1.0, duration=2.0)
+    fixed, planned, *_ = cells("planner", [3], [], base)
+    assert (fixed.settings["planner"], planned.settings["planner"]) == ("off", "act")
+    found = compute(Cell("planner", "cost", {**fixed.settings, "duration": 2.0}, 8.0), base)
+    assert 0 < found["good"] <= found["offered"]
+    assert found["prefill"] == [[0.0, 0]]

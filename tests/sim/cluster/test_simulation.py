@@ -193,6 +193,16 @@ def test_a_run_continues_after_the_verdict() -> None:
     assert cluster.run().records == records
 
 
+def test_an_overload_is_judged_before_the_late_are_answered() -> None:
+    shape = settings(workers=2, prefill_workers=0, duration=4.0, long_share=1.0)
+    whole = SimCluster(shape, make_workload(shape, 10.0)).run()
+    assert 0 < whole.good < len(whole.records)
+    cluster = SimCluster(shape, make_workload(shape, 10.0))
+    assert cluster.judge() == whole.good
+    assert any(not record.ended_s for record in cluster.records)
+    assert cluster.run().records == whole.records
+
+
 def test_a_cluster_without_combined_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="no combined one"):
         simulate("static-pd", workers=2, prefill_workers=2)
