@@ -1,4 +1,5 @@
-"""One log line for each call of a route that generates text, however it ended. It has no prompts and no answers."""
+"""One log line for each call of a route that generates or converts text, however it ended. It has no prompts and no
+answers."""
 
 import asyncio
 import logging

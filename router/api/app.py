@@ -4,7 +4,7 @@ import asyncio
 import time
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import orjson
 from fastapi import FastAPI, Query
@@ -22,29 +22,40 @@ from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
 from router.api.client_limit import ClientLimit
 from router.api.completions import Caller, CompletionService
-from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, generates, returns
+from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, converts, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
 from router.api.responses import (
     ChatCompletion,
     ChatCompletionChunk,
+    Detokenized,
     Draining,
     Health,
     ModelCard,
     ModelList,
     TextCompletion,
     TextCompletionChunk,
+    Tokenized,
+    Version,
 )
-from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
+from router.api.schemas import (
+    C,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    R,
+    TokenizeRequest,
+    parse,
+    parse_conversion,
+)
 from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
+from router.api.tokenization import detokenize, tokenize
 from router.dispatch.dispatcher import RETRY_S
 from router.errors import ApiError, invalid, unavailable
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_view import PlannerView, planner_view
 from router.operations.status import ClusterStatus
-
-R = TypeVar("R", bound=GenerateRequest)
 
 
 def create_app(
@@ -105,15 +116,20 @@ def create_app(
 
 
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
-    """Adds the routes of OpenAI's API. Returns the endpoints that generate text, by path."""
+    """Adds the routes of OpenAI's API and those that convert text. Returns the endpoints that read a body, by path."""
     created = int(time.time())
 
+    settings, defaults = service.settings, service.sampling_defaults
+
     async def read(request: Request, kind: type[R]) -> R:
-        body = await read_body(request, service.settings.max_body, _caller(request).admission.hold)
-        settings, defaults = service.settings, service.sampling_defaults
+        body = await read_body(request, settings.max_body, _caller(request).admission.hold)
         return await service.off_loop(
             lambda: parse(body, kind, max_n=settings.max_n, defaults=defaults), _caller(request)
         )
+
+    async def read_conversion(request: Request, kind: type[C]) -> C:
+        body = await read_body(request, settings.max_body, _caller(request).admission.hold)
+        return await service.off_loop(lambda: parse_conversion(body, kind), _caller(request))
 
     @app.post("/v1/chat/completions", **generates(ChatRequest, ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(request: Request) -> Response:
@@ -124,6 +140,16 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
     async def create_completion(request: Request) -> Response:
         """Continues a text, or several."""
         return await service.complete(await read(request, CompletionRequest), _caller(request))
+
+    @app.post("/tokenize", **converts(TokenizeRequest, Tokenized))
+    async def get_tokens(request: Request) -> Response:
+        """Converts a text, or a chat by the model's own chat template, to tokens."""
+        return _json(await tokenize(service, await read_conversion(request, TokenizeRequest), _caller(request)))
+
+    @app.post("/detokenize", **converts(DetokenizeRequest, Detokenized))
+    async def get_text(request: Request) -> Response:
+        """Converts tokens to text."""
+        return _json(await detokenize(service, await read_conversion(request, DetokenizeRequest), _caller(request)))
 
     def model_card() -> ModelCard:
         return {
@@ -145,7 +171,12 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
         service.check_model(name)
         return _json(model_card())
 
-    return {"/v1/chat/completions": create_chat_completion, "/v1/completions": create_completion}
+    return {
+        "/v1/chat/completions": create_chat_completion,
+        "/v1/completions": create_completion,
+        "/tokenize": get_tokens,
+        "/detokenize": get_text,
+    }
 
 
 def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
@@ -192,14 +223,21 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
         return _json({"status": "ok"})
 
     @app.get("/readyz", responses=returns(Health, 503), openapi_extra=NO_KEY)
+    @app.get("/health", responses=returns(Health, 503), openapi_extra=NO_KEY)
+    @app.get("/ping", responses=returns(Health, 503), openapi_extra=NO_KEY)
     async def is_ready() -> Response:
         """Succeeds if a combined worker is live and the router knows the cached blocks of all workers and does not
-        drain."""
+        drain. `/health` and `/ping` are the same under the names that other servers have."""
         if lifecycle.draining.is_set():
             raise unavailable("The router drains.", RETRY_S)
         if not workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         return _json({"status": "ok"})
+
+    @app.get("/version", responses=returns(Version, 401, 421))
+    async def get_version() -> Response:
+        """The version of this server."""
+        return _json({"version": app.version})
 
     @app.get("/metrics", responses=returns(str, 401, 403, 421), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:

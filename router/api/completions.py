@@ -2,19 +2,19 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
 from router.api.openai import ChatFormat, CompletionFormat, Format
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message
-from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, Message
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -101,14 +101,7 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
-        if self.text_files.template is None:
-            message = "This model has no chat template; use /v1/completions."
-            raise invalid("messages", message, code="no_chat_template")
-        messages = [one.model_dump(exclude_none=True) for one in request.messages]
-        render = partial(self.text_files.template.render, messages, request.chat_template_kwargs)
-        text = await self.off_loop(render, caller)
-        await self._check_text(text, caller, "messages")
-        prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
+        prompt = await self.chat_prompt(request.messages, request.chat_template_kwargs, caller)
         return await self._start(request, [prompt], caller, "messages", ChatFormat)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
@@ -120,7 +113,7 @@ class CompletionService:
         self._check_call(request, caller)
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                await self._check_text(prompt, caller, "prompt")
+                await self.check_text(prompt, caller, "prompt")
         prompts = [
             await self.text_files.tokenizer.encode(prompt, caller.tenant.salt)
             if isinstance(prompt, str)
@@ -128,6 +121,23 @@ class CompletionService:
             for prompt in request.prompts
         ]
         return await self._start(request, prompts, caller, "prompt", CompletionFormat)
+
+    async def chat_prompt(self, messages: Sequence[Message], kwargs: Mapping[str, Any], caller: Caller) -> bytes:
+        """Returns the packed token ids of a chat, up to the start of the answer.
+
+        Args:
+            kwargs: Additional variables for the chat template.
+
+        Raises:
+            ApiError: The model has no chat template, or it refuses the chat.
+        """
+        if self.text_files.template is None:
+            message = "This model has no chat template; use /v1/completions."
+            raise invalid("messages", message, code="no_chat_template")
+        dumped = [one.model_dump(exclude_none=True) for one in messages]
+        text = await self.off_loop(partial(self.text_files.template.render, dumped, kwargs), caller)
+        await self.check_text(text, caller, "messages")
+        return await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
 
     def _check_call(self, request: GenerateRequest, caller: Caller) -> None:
         self.check_model(request.model)
@@ -156,7 +166,13 @@ class CompletionService:
         hashes = [await _hash(root, prompt) for prompt in prompts]
         vocabulary, n = self.text_files.tokenizer.vocabulary, request.n
         choices = [
-            Choice(index, vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
+            Choice(
+                index,
+                vocabulary.detokenizer(prompt),
+                request.stops,
+                request.min_tokens,
+                request.include_stop_str_in_output,
+            )
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
         ]
         response = CompletionResponse(
@@ -195,7 +211,7 @@ class CompletionService:
         caller.admission.charge(sum(routed.prompt_len for routed in response.requests))
         return response
 
-    async def _check_text(self, text: str, caller: Caller, param: str) -> None:
+    async def check_text(self, text: str, caller: Caller, param: str) -> None:
         """Raises ApiError if the start of a long text has more than twice the tokens of the context.
 
         Tokenising all of it could take many seconds, while other long prompts wait.

@@ -1,6 +1,6 @@
 """The parts of `/openapi.json` that FastAPI can't read from the endpoints' signatures.
 
-The generating endpoints parse their bodies themselves, so FastAPI does not know their types.
+The endpoints with a body parse their bodies themselves, so FastAPI does not know their types.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from router.api.responses import ChatCompletionChunk, TextCompletionChunk
-from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from router.errors import ErrorResponse
 
 DESCRIPTION = """An OpenAI-compatible API. A field that would change the result is never ignored: it is honoured, or
@@ -63,7 +63,10 @@ _TIMEOUT = {
     "predicted or in fact, the response is a 503.",
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
 }
-_UNDECLARED: list[Any] = [ChatRequest, CompletionRequest, ChatCompletionChunk, TextCompletionChunk, ErrorResponse]
+_UNDECLARED: list[Any] = [
+    *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+    *(ChatCompletionChunk, TextCompletionChunk, ErrorResponse),
+]
 
 
 def returns(document: type, *error_statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -88,8 +91,20 @@ def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[
         "content": {"text/event-stream": {"itemSchema": _event(chunk)}},
         "headers": _HEADERS,
     }
-    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    return {"responses": responses, "openapi_extra": {"requestBody": body, "parameters": [_REQUEST_ID, _TIMEOUT]}}
+    return {
+        "responses": responses,
+        "openapi_extra": {"requestBody": _body(request), "parameters": [_REQUEST_ID, _TIMEOUT]},
+    }
+
+
+def converts(request: type, document: type) -> dict[str, Any]:
+    """The arguments that declare a route which converts between text and tokens: types of its body and its response."""
+    responses = returns(document, 400, 401, 404, 408, 413, 415, 421, 429)
+    return {"responses": responses, "openapi_extra": {"requestBody": _body(request), "parameters": [_REQUEST_ID]}}
+
+
+def _body(request: type) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
 
 
 def _event(chunk: type) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from router.errors import ApiError, failed, invalid
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-_OPEN_PATHS = frozenset({"/livez", "/readyz", "/docs", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no API key and are served for any host, as load balancers probe by address."""
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
@@ -43,8 +43,8 @@ class Gate:
 
     Args:
         app: The application with all routes.
-        generating: Endpoints of the POST routes that generate text, by path. They are called directly: the framework's
-            middleware and routing would be a tenth of the router's work for a request.
+        generating: Endpoints of the POST routes that generate or convert text, by path. They are called directly: the
+            framework's middleware and routing would be a tenth of the router's work for a request.
         keys: The valid API keys.
         hosts: The allowed hosts.
         limits: Counts what tenants use of their limits.
@@ -118,6 +118,7 @@ class Gate:
             response = await self._generating[scope["path"]](Request(scope, receive))
             admission.release_body()
             await response(scope, receive, send_with_id)
+            outcome = "completed"
         except ApiError as error:
             # the traceback's frames refer to the response, which refers to the error: only a garbage collection would
             # free the prompt

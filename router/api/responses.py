@@ -158,6 +158,30 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
+class Tokenized(TypedDict):
+    """The tokens of a prompt.
+
+    `max_model_len` is as in the model's description; `token_strs` is null unless asked for.
+    """
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Version(TypedDict):
+    """The version of this server."""
+
+    version: str
+
+
 class Draining(TypedDict):
     """The drain has begun."""
 

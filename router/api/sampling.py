@@ -61,12 +61,16 @@ def sampling_message(
         eos_ids: Tokens that end an output, unless the request ignores them.
 
     Raises:
-        ApiError: `logit_bias` has a token id beyond the vocabulary.
+        ApiError: `logit_bias` or `stop_token_ids` has a token id beyond the vocabulary.
     """
     bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
     if bias and max(bias) >= vocab_size:
         message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
         raise invalid("logit_bias", message)
+    stops = request.stop_token_ids
+    if stops and max(stops) >= vocab_size:
+        message = f"'stop_token_ids' has token id {max(stops)}, but the model's vocabulary has {vocab_size}."
+        raise invalid("stop_token_ids", message)
     return pb.Sampling(
         temperature=request.temperature,
         top_p=max(request.top_p, _LEAST_TOP_P),
@@ -80,5 +84,5 @@ def sampling_message(
         top_logprobs=request.alternatives,
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
-        stop_token_ids=() if request.ignore_eos else eos_ids,
+        stop_token_ids=(*stops, *(() if request.ignore_eos else eos_ids)),
     )

@@ -15,6 +15,7 @@ from router.errors import ApiError, invalid, unsupported
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1_024
+MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 300
 MAX_PROMPTS = 128
 MAX_PARTS = 1 << 14
@@ -109,6 +110,14 @@ class GenerateRequest(_Model):
         Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("<list>")],
         Discriminator(_text_or_list),
     ] = Field(default_factory=list, description="Strings that end an output. They are not part of it.")
+    include_stop_str_in_output: bool = Field(
+        False, description="Extension, as in vLLM: the string or token that ends an output is part of it."
+    )
+    stop_token_ids: Tokens = Field(
+        default_factory=list,
+        max_length=MAX_STOP_TOKENS,
+        description="Extension, as in vLLM: tokens that end an output, besides the model's own.",
+    )
     max_tokens: Count | None = Field(None, description="Limit on the tokens of an output.")
     temperature: float = Field(
         1.0, ge=0, le=2, allow_inf_nan=False, description="Randomness of sampling; 0 always takes the likeliest token."
@@ -179,16 +188,21 @@ class Message(_Model):
     name: str | None = Field(None, description="Name of the author, for chat templates that use it.")
 
 
-class ChatRequest(GenerateRequest):
-    """The body of `POST /v1/chat/completions`."""
-
-    messages: list[Message] = Field(min_length=1, fail_fast=True, description="The chat so far.")
-    chat_template_kwargs: dict[str, Any] = Field(
+def _template_kwargs() -> Any:
+    """The field `chat_template_kwargs`."""
+    return Field(
         default_factory=dict,
         max_length=MAX_TEMPLATE_KWARGS,
         description=f"Extension, as in vLLM: up to {MAX_TEMPLATE_KWARGS} additional variables for the chat template.",
         json_schema_extra={"additionalProperties": {"type": ["boolean", "number", "string"]}},
     )
+
+
+class ChatRequest(GenerateRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True, description="The chat so far.")
+    chat_template_kwargs: dict[str, Any] = _template_kwargs()
     max_completion_tokens: Count | None = Field(None, description="As `max_tokens`; takes precedence over it.")
     logprobs: bool = Field(False, description="Return log-probabilities of the output's tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
@@ -240,7 +254,32 @@ class CompletionRequest(GenerateRequest):
         return [prompt] if isinstance(prompt[0], int) else prompt
 
 
+class TokenizeRequest(_Model):
+    """The body of `POST /tokenize`."""
+
+    model: str | None = Field(None, description="Name of the model; may be left out.")
+    prompt: str | None = Field(None, description="Text, as of `/v1/completions`. Either this or `messages`.")
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="A chat, as of `/v1/chat/completions`."
+    )
+    chat_template_kwargs: dict[str, Any] = _template_kwargs()
+    add_special_tokens: bool = Field(
+        True, description="With `prompt`: add the tokens that the tokenizer puts around a text, such as BOS."
+    )
+    add_generation_prompt: Literal[True] = Field(True, description="A chat ends where the model's answer begins.")
+    return_token_strs: bool = Field(False, description="Return the text of each token.")
+
+
+class DetokenizeRequest(_Model):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = Field(None, description="Name of the model; may be left out.")
+    tokens: Tokens = Field(description="Token ids.")
+
+
 R = TypeVar("R", bound=GenerateRequest)
+C = TypeVar("C", TokenizeRequest, DetokenizeRequest)
+M = TypeVar("M", bound=_Model)
 
 _HARMLESS = frozenset(
     {
@@ -257,17 +296,23 @@ _HARMLESS = frozenset(
 )
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
+    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -286,6 +331,30 @@ def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, floa
     Raises:
         ApiError: The request is not valid; the error names the field.
     """
+    data = _load(body)
+    if not _NOT_HONOURED.isdisjoint(data):
+        _take_out(data)
+    request = _validate(body, data, kind, defaults)
+    _check(request, max_n)
+    return request
+
+
+def parse_conversion(body: bytes, kind: type[C]) -> C:
+    """Parses and checks a request to convert between text and tokens.
+
+    Raises:
+        ApiError: The request is not valid; the error names the field.
+    """
+    request = _validate(body, _load(body), kind)
+    if isinstance(request, TokenizeRequest):
+        if (request.prompt is None) == (request.messages is None):
+            raise invalid("prompt", "Give either 'prompt' or 'messages'.", code="missing_required_parameter")
+        _check_template_kwargs(request.chat_template_kwargs)
+    return request
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    """Returns the body's fields."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -296,18 +365,21 @@ def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, floa
         raise invalid(None, "The body must be a JSON object.", code="invalid_type")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # with fewer it can't be too deep
         _check_depth(data)
-    if not _NOT_HONOURED.isdisjoint(data):
-        _take_out(data)
+    return data
+
+
+def _validate(
+    body: bytes, data: dict[str, Any], kind: type[M], defaults: Mapping[str, float] = MappingProxyType({})
+) -> M:
+    """Checks the fields of a body one by one."""
     _check_parts(data.get("messages"))
     if b"\\u0000" in body and (path := _find_nul(data)) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     fields = _drop_nulls(data) if b"null" in body else data
     try:
-        request = kind.model_validate({**defaults, **fields})
+        return kind.model_validate({**defaults, **fields})
     except ValidationError as error:
         raise _explain(error) from None
-    _check(request, max_n)
-    return request
 
 
 def _check_depth(data: dict[str, Any]) -> None:
@@ -363,13 +435,17 @@ def _check(request: GenerateRequest, max_n: int) -> None:
     if request.output_limit is not None and request.min_tokens > request.output_limit:
         raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens' ({request.output_limit}).")
     if isinstance(request, ChatRequest):
-        for name, value in request.chat_template_kwargs.items():
-            if not isinstance(value, bool | int | float | str):
-                path = f"chat_template_kwargs.{name[:40]}"
-                raise invalid(path, f"'{path}' must be a boolean, a number or a string.", code="invalid_type")
+        _check_template_kwargs(request.chat_template_kwargs)
     for key in request.logit_bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"'logit_bias' must be keyed by token ids, but has {key[:20]!r}.")
+
+
+def _check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if not isinstance(value, bool | int | float | str):
+            path = f"chat_template_kwargs.{name[:40]}"
+            raise invalid(path, f"'{path}' must be a boolean, a number or a string.", code="invalid_type")
 
 
 def _drop_nulls(value: Any) -> Any:

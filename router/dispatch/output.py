@@ -47,14 +47,15 @@ class Delta:
 class Choice:
     """Turns the tokens of one choice into deltas of text.
 
-    The EOS token and the tokens of a stop string count as tokens but give no text. Scores are released together with
-    their text.
+    The token or string that ends the choice counts, but gives no text unless `include_stop`. Scores are released
+    together with their text.
 
     Args:
         index: The choice's index in the response.
         detokenizer: A detokenizer for this choice alone.
         stops: Stop strings.
         min_tokens: Stop strings are ignored before this many tokens.
+        include_stop: What ends the choice is part of its text. Special tokens such as EOS have none.
 
     Attributes:
         num_tokens: Tokens so far.
@@ -62,13 +63,16 @@ class Choice:
         finish: Reason why the choice ended; None while it runs.
     """
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, include_stop: bool = False
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self.last_at = 0.0
         self.finish: FinishReason | None = None
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops) if stops else None
+        self._stops = StopMatcher(stops, include=include_stop) if stops else None
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -78,7 +82,8 @@ class Choice:
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> None:
         """Adds tokens. Sets `finish` if the choice ends, by the argument `finish` or by a stop string."""
-        text_tokens = token_ids[:-1] if finish == pb.FINISH_STOP else token_ids
+        hides_last = finish == pb.FINISH_STOP and not self._include_stop
+        text_tokens = token_ids[:-1] if hides_last else token_ids
         if self._stops is None and not logprobs:  # nearly always: nothing to look at token by token
             self.num_tokens += len(text_tokens)
             self._token_ids += text_tokens
@@ -94,7 +99,7 @@ class Choice:
                 self._release(self._detokenizer.push(token_id))
                 if self.finish is not None:
                     return
-        if finish == pb.FINISH_STOP:
+        if hides_last:
             self.num_tokens += 1
             self._token_ids.append(token_ids[-1])
         if finish != pb.FINISH_NONE:

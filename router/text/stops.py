@@ -4,30 +4,33 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Returns the text before the first stop string.
+    """Returns the text before the first stop string, or up to its end.
 
     The first stop string is the one that is complete first (the longest of several), so the result does not depend on
     how the text is cut into pieces. Text is held back only while it may be the start of a stop string.
 
     Args:
         stops: The stop strings, none of them empty.
+        include: The stop string is part of the text.
     """
 
-    __slots__ = ("_held", "_stops", "matched")
+    __slots__ = ("_held", "_include", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
+        self._include = include
         self._held = ""
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Adds a piece and returns the text that is no part of a stop string. Sets `matched` at a stop string."""
+        """Adds a piece and returns the text that is certain now. Sets `matched` at a stop string."""
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
             self.matched = True
             self._held = ""
-            return text[: min(ends)[1]]
+            end, start = min(ends)
+            return text[: end if self._include else start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -60,10 +60,19 @@ class Tokenizer:
         self._words = WordCache(self._encode_whole) if can_cut_at_spaces(backend) else None
         self._before, self._after = _special_tokens_around(backend)
 
-    async def encode(self, text: str, owner: bytes = b"") -> bytes:
-        """Returns packed token ids of `text`, with the tokenizer's own special tokens (such as BOS)."""
-        (tokens,) = await self._encode([text], owner, special_tokens=True)
+    async def encode(self, text: str, owner: bytes = b"", *, special_tokens: bool = True) -> bytes:
+        """Returns packed token ids of `text`, with the tokenizer's own `special_tokens` around it (such as BOS)."""
+        (tokens,) = await self._encode([text], owner, special_tokens=special_tokens)
         return tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """A token as the tokenizer's file writes it; empty if there is none with this id."""
+        return self.backend.id_to_token(token_id) or ""
 
     async def encode_chat(self, text: str, owner: bytes) -> bytes:
         """Returns packed token ids of a rendered chat template, without the tokenizer's own special tokens.

@@ -61,6 +61,27 @@ def test_long_prompts_are_prefilled_remotely(client: openai.OpenAI) -> None:
     assert answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("length", [3, 150])
+def test_a_token_of_the_clients_choice_ends_the_answer(client: openai.OpenAI, length: int) -> None:
+    def ask(**fields: object) -> tuple[str, list[int], str]:
+        extra = {"return_token_ids": True, "ignore_eos": True, **fields}
+        answer = client.completions.create(
+            model=tiny.NAME, prompt="tell " * length, max_tokens=24, seed=5, extra_body=extra
+        )
+        choice = answer.choices[0].model_dump()
+        return choice["text"], choice["token_ids"], choice["finish_reason"]
+
+    text, ids, _ = ask()
+    last = max(place for place, token_id in enumerate(ids) if token_id not in ids[:place])
+    without, until_stop, finish = ask(stop_token_ids=[ids[last]])
+    assert (until_stop, finish) == (ids[: last + 1], "stop")
+    including, same, _ = ask(stop_token_ids=[ids[last]], include_stop_str_in_output=True)
+    assert same == until_stop
+    assert text.startswith(including)
+    assert including.startswith(without)
+    assert including != without
+
+
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [tiny.NAME]
 

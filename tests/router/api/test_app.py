@@ -349,6 +349,19 @@ class TestSampling:
         assert submit.sampling.seed == (1 << 63) - 1
         assert list(submit.sampling.stop_token_ids) == []
 
+    async def test_stop_tokens_come_before_the_models_own(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        worker = await start_worker(says("fox"))
+        router = await start_router(worker)
+        for fields in ({}, {"stop_token_ids": [7, 8]}, {"stop_token_ids": [7], "ignore_eos": True}):
+            await router.http.post("/v1/chat/completions", json=CHAT | fields | {"max_tokens": 1})
+        own, more, only = (list(submit.sampling.stop_token_ids) for submit in worker.submits)
+        assert own
+        assert (more, only) == ([7, 8, *own], [7])
+        beyond = await router.http.post("/v1/chat/completions", json=CHAT | {"stop_token_ids": [1 << 30]})
+        assert _error(beyond)["param"] == "stop_token_ids"
+
     async def test_seeds_differ_unless_given(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:

@@ -46,6 +46,12 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"logit_bias": {"x": 1}},
     {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "priority": -100},
     {"priority": 101},
+    {"stop_token_ids": [1, 2], "include_stop_str_in_output": True},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": [1] * 65},
+    {"skip_special_tokens": True, "add_generation_prompt": True, "length_penalty": 1.0, "use_beam_search": False},
+    {"skip_special_tokens": False},
+    {"add_generation_prompt": False},
     {"unknown": 1},
     {"model": None},
 )
@@ -54,10 +60,15 @@ PROMPTS: tuple[Any, ...] = ("a", ["a", "b"], [1, 2], [[1, 2], [3]], [], [""], [[
 METHODS = {
     "/v1/chat/completions": "post",
     "/v1/completions": "post",
+    "/tokenize": "post",
+    "/detokenize": "post",
     "/v1/models": "get",
     "/v1/models/{name}": "get",
     "/livez": "get",
     "/readyz": "get",
+    "/health": "get",
+    "/ping": "get",
+    "/version": "get",
     "/metrics": "get",
     "/metrics/targets": "get",
     "/cluster": "get",
@@ -137,7 +148,7 @@ def test_it_says_which_routes_need_a_key(document: dict[str, Any]) -> None:
     assert document["components"]["securitySchemes"]["api_key"] == {"type": "http", "scheme": "bearer"}
     assert document["security"] == [{"api_key": []}]
     open_paths = {path for path, item in document["paths"].items() if item[METHODS[path]].get("security") == []}
-    assert open_paths == {"/livez", "/readyz"}
+    assert open_paths == {"/livez", "/readyz", "/health", "/ping"}
     for path, item in document["paths"].items():
         responses = item[METHODS[path]]["responses"]
         assert ("401" in responses) == ("421" in responses) == (path not in open_paths)
@@ -202,7 +213,10 @@ async def test_responses_and_chunks_are_as_described(router: Router, document: d
 
 async def test_other_documents_are_as_described(router: Router, document: dict[str, Any]) -> None:
     await router.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
-    for path in METHODS.keys() - dict(CALLS).keys() - {"/metrics"}:
+    for path, body in (("/tokenize", {"prompt": "a", "return_token_strs": True}), ("/detokenize", {"tokens": [1]})):
+        answer = (await router.http.post(path, json=body)).raise_for_status().json()
+        assert _fits(document, _response(document, path, "application/json"), answer, closed=True), path
+    for path in (path for path, method in METHODS.items() if method == "get" and path != "/metrics"):
         real = path.replace("{name}", "small-model").replace("{request_id}", "mine")
         answer = (await router.http.get(real)).raise_for_status().json()
         assert _fits(document, _response(document, path, "application/json"), answer, closed=True), path

@@ -12,8 +12,10 @@ from router.text.detokenize import Vocabulary
 END = 1
 
 
-def _choice(tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> Choice:
-    return Choice(0, Vocabulary(tokenizer).detokenizer(b""), stops, min_tokens)
+def _choice(
+    tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0, *, include_stop: bool = False
+) -> Choice:
+    return Choice(0, Vocabulary(tokenizer).detokenizer(b""), stops, min_tokens, include_stop)
 
 
 def _scores(token_ids: Sequence[int]) -> list[pb.TokenLogprobs]:
@@ -43,6 +45,26 @@ def test_the_token_that_ends_the_output_counts_but_is_no_text(tokenizer: Tokeniz
     assert delta.text == "fox"
     assert delta.token_ids == [*ids, ids[-1]]
     assert [score.token_id for score in delta.scores] == ids
+    assert (choice.finish, choice.num_tokens) == ("stop", len(ids) + 1)
+
+
+@pytest.mark.parametrize(("stops", "finish"), [((), pb.FINISH_STOP), (("fox",), pb.FINISH_NONE)])
+def test_what_ends_the_output_is_part_of_it_if_asked_for(
+    tokenizer: Tokenizer, stops: Sequence[str], finish: pb.FinishReason.ValueType
+) -> None:
+    ids = tokenizer.encode("quick fox").ids
+    choice = _choice(tokenizer, stops, include_stop=True)
+    choice.push(ids, _scores(ids), finish)
+    delta = choice.take()
+    assert (delta.text, delta.token_ids, choice.finish, choice.num_tokens) == ("quick fox", ids, "stop", len(ids))
+    assert [score.token_id for score in delta.scores] == ids
+
+
+def test_a_special_token_that_ends_the_output_has_no_text_even_then(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("fox").ids
+    choice = _choice(tokenizer, include_stop=True)
+    choice.push([*ids, END], [], pb.FINISH_STOP)
+    assert choice.take().text == "fox"
     assert (choice.finish, choice.num_tokens) == ("stop", len(ids) + 1)
 
 

@@ -7,8 +7,8 @@ TEXT = st.text(alphabet="abc", max_size=30)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-def _run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    matcher = StopMatcher(stops)
+def _run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[str, bool]:
+    matcher = StopMatcher(stops, include=include)
     text = ""
     for piece in pieces:
         text += matcher.push(piece)
@@ -29,6 +29,7 @@ def test_ends_before_the_stop_string_that_is_complete_first(text: str, stops: li
     ends = [(end, -len(stop)) for stop in stops for end in range(len(text) + 1) if text[:end].endswith(stop)]
     expected = text[: min(ends)[0] + min(ends)[1]] if ends else text
     assert _run(stops, [text]) == (expected, bool(ends))
+    assert _run(stops, [text], include=True) == (text[: min(ends)[0]] if ends else text, bool(ends))
 
 
 @given(text=TEXT, stops=STOPS)

@@ -1,0 +1,43 @@
+"""`/tokenize` and `/detokenize`: what the model sees of a text or a chat, in vLLM's format."""
+
+from functools import partial
+
+from cpd.common.blocks import unpack_tokens
+from router.api.completions import Caller, CompletionService
+from router.api.responses import Detokenized, Tokenized
+from router.api.schemas import DetokenizeRequest, TokenizeRequest
+
+
+async def tokenize(service: CompletionService, request: TokenizeRequest, caller: Caller) -> Tokenized:
+    """Returns the tokens of a prompt.
+
+    Raises:
+        ApiError: The model is another one, or its chat template refuses the chat.
+    """
+    if request.model is not None:
+        service.check_model(request.model)
+    tokenizer = service.text_files.tokenizer
+    if request.messages is not None:
+        packed = await service.chat_prompt(request.messages, request.chat_template_kwargs, caller)
+    else:
+        prompt = request.prompt or ""
+        await service.check_text(prompt, caller, "prompt")
+        packed = await tokenizer.encode(prompt, caller.tenant.salt, special_tokens=request.add_special_tokens)
+    tokens = unpack_tokens(packed).tolist()
+    return {
+        "count": len(tokens),
+        "max_model_len": service.workers.model.max_model_len or None,
+        "tokens": tokens,
+        "token_strs": list(map(tokenizer.token, tokens)) if request.return_token_strs else None,
+    }
+
+
+async def detokenize(service: CompletionService, request: DetokenizeRequest, caller: Caller) -> Detokenized:
+    """Returns the text of tokens.
+
+    Raises:
+        ApiError: The model is another one.
+    """
+    if request.model is not None:
+        service.check_model(request.model)
+    return {"prompt": await service.off_loop(partial(service.text_files.tokenizer.decode, request.tokens), caller)}
