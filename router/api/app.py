@@ -118,7 +118,6 @@ def create_app(
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
     """Adds the routes of OpenAI's API and those that convert text. Returns the endpoints that read a body, by path."""
     created = int(time.time())
-
     settings, defaults = service.settings, service.sampling_defaults
 
     async def read(request: Request, kind: type[R]) -> R:

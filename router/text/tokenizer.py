@@ -67,8 +67,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
-        text: str = self.backend.decode(token_ids, skip_special_tokens=False)
-        return text
+        # unlike `decode`, the batch call releases the GIL
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=False)
+        return str(text)
 
     def token(self, token_id: int) -> str:
         """A token as the tokenizer's file writes it; empty if there is none with this id."""
