@@ -68,6 +68,19 @@ app.command("up")(command(ClusterSettings, _up))
 app.command("doctor")(command(ClusterSettings, _doctor))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or Hugging Face id.")],
+) -> None:
+    """Serve a model with one worker, as `vllm serve` does. Takes vLLM's flags (docs/from-vllm.md) and `cpd up`'s."""
+    from cpd.cli.serve import translated
+
+    with clean_exit():
+        arguments = translated(model, context.args)
+    typer.main.get_command(app).main(["up", *arguments], prog_name="cpd")
+
+
 @app.command()
 def status(
     cluster: ClusterName = "default",

@@ -1,0 +1,96 @@
+"""`cpd serve MODEL`: what `vllm serve MODEL` is, with one combined worker. Translates vLLM's flags to `cpd up`'s.
+
+Flags that both have mean the same. A flag that would change what is served is never dropped.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from cpd.common.errors import ConfigError
+
+RENAMED: Mapping[str, str] = {
+    "--api-server-count": "--routers",
+    "--data-parallel-size": "--combined",
+    "--gpu-memory-utilization": "--gpu-memory",
+    "--max-num-batched-tokens": "--token-budget",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+}
+"""Flags that have another name here."""
+
+SHORT: Mapping[str, str] = {
+    "-asc": "--api-server-count",
+    "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+}
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "--disable-log-requests": "each call is one log line, without its texts",
+    "--disable-log-stats": "the summary is one line a minute",
+    "--enable-chunked-prefill": "always so",
+    "--enable-prefix-caching": "always so",
+    "--enforce-eager": "CUDA graphs do not change results",
+    "--no-enable-log-requests": "each call is one log line, without its texts",
+    "--trust-remote-code": "code of a checkpoint is never run",
+}
+"""Flags without a value that are dropped, and why nothing is lost."""
+
+ONE_VALUE: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "--generation-config": {"auto": (), "vllm": ("--sampling-defaults", "openai")},
+    "--kv-cache-dtype": {"auto": ()},
+    "--pipeline-parallel-size": {"1": ()},
+    "--seed": {"0": ()},
+    "--task": {"auto": (), "generate": ()},
+    "--tensor-parallel-size": {"1": ()},
+    "--tokenizer-mode": {"auto": (), "hf": ()},
+}
+"""Flags of which only these values are taken, with what they become."""
+
+MISSING: Mapping[str, str] = {
+    "--chat-template": "the model's own template is used",
+    "--enable-auto-tool-choice": "tools are not supported yet",
+    "--enable-lora": "adapters are not supported",
+    "--quantization": "quantised weights are not supported yet",
+    "--reasoning-parser": "reasoning is not split from the answer yet",
+    "--speculative-config": "speculative decoding is not supported",
+    "--tokenizer": "the checkpoint's own tokenizer is used",
+    "--tool-call-parser": "tools are not supported yet",
+}
+"""Flags that would change what is served."""
+
+
+def translated(model: str, arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of `cpd up` for those of `vllm serve MODEL`.
+
+    Raises:
+        ConfigError: A flag asks for what this server does not have.
+    """
+    result = ["--model", model, "--prefill", "0", "--combined", "1"]
+    parts = iter(_split(arguments))
+    for part in parts:
+        flag = SHORT.get(part, part)
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+        if flag in MISSING:
+            raise ConfigError(f"{part} of vLLM: {MISSING[flag]}")
+        if flag in WITHOUT_EFFECT:
+            continue
+        if flag in ONE_VALUE:
+            values, value = ONE_VALUE[flag], next(parts, "")
+            if value not in values:
+                raise ConfigError(f"{part} {value} of vLLM is not supported; it may be {' or '.join(values)}")
+            result += values[value]
+            continue
+        result.append(RENAMED.get(flag, flag))
+    return result
+
+
+def _split(arguments: Sequence[str]) -> Iterator[str]:
+    """Splits `--flag=value` in two."""
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if argument.startswith("-") and equals:
+            yield from (flag, value)
+        else:
+            yield argument
