@@ -6,7 +6,7 @@ For speed, the parts that all chunks of a stream share are encoded once.
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -66,8 +66,14 @@ class Format(ABC):
         self._head = b"data: " + chunk[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._is_plain = not self._with_logprobs and not self._with_ids
+        self._usage_now: Callable[[], Usage] | None = None
         self._before_text, after_text = self.PLAIN
         self._after_text = after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
+
+    def count_with(self, usage: Callable[[], Usage]) -> None:
+        """Every chunk tells the `usage` so far, not only the last one."""
+        self._usage_now = usage
+        self._is_plain = False
 
     @abstractmethod
     def first(self, index: int, prompt: bytes) -> bytes:
@@ -86,7 +92,7 @@ class Format(ABC):
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after all choices, if the client asked for it."""
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+        return self._head + _tail(usage)
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
@@ -94,6 +100,10 @@ class Format(ABC):
 
     @abstractmethod
     def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes: ...
+
+    def _end(self) -> bytes:
+        """The end of a chunk, after its choice."""
+        return self._tail if self._usage_now is None else _tail(self._usage_now())
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         """A token's text and bytes. An incomplete character has no text and gets OpenAI's name for its bytes."""
@@ -119,7 +129,7 @@ class ChatFormat(Format):
         extra = b""
         if self._with_ids and index == 0:
             extra = b',"prompt_token_ids":' + orjson.dumps(_ids(prompt))
-        return self._head + orjson.dumps(choice) + b"]" + extra + self._tail[1:]
+        return self._head + orjson.dumps(choice) + b"]" + extra + self._end()[1:]
 
     def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
         extra = {"prompt_token_ids": _ids(prompts[0])} if self._with_ids else {}
@@ -146,7 +156,7 @@ class ChatFormat(Format):
         }
         if self._with_ids:
             choice["token_ids"] = delta.token_ids
-        return self._head + orjson.dumps(choice) + self._tail
+        return self._head + orjson.dumps(choice) + self._end()
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> ChatLogprobs | None:
         if not self._with_logprobs:
@@ -191,7 +201,7 @@ class CompletionFormat(Format):
         entry = self._entry(index, finish, delta)
         if (prompt := self._opening.pop(index, None)) is not None:
             entry["prompt_token_ids"] = _ids(prompt)
-        return self._head + orjson.dumps(entry) + self._tail
+        return self._head + orjson.dumps(entry) + self._end()
 
     def _entry(self, index: int, finish: FinishReason | None, delta: Delta) -> TextChoice:
         entry: TextChoice = {
@@ -218,6 +228,10 @@ class CompletionFormat(Format):
         """The most likely tokens; the chosen one is always among them."""
         scored = [*score.top, (score.token_id, score.logprob)]
         return {self._token(token_id)[0]: max(logprob, LEAST_LOGPROB) for token_id, logprob in scored}
+
+
+def _tail(usage: Usage) -> bytes:
+    return b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
 
 def _ids(prompt: bytes) -> list[int]:

@@ -62,6 +62,8 @@ class CompletionResponse(Response):
         self._metrics = metrics
         self._request = request
         self._format = form
+        if request.continuous_usage:
+            form.count_with(self._usage)
         self._choices = choices
         self._received = received
         self._charge = charge

@@ -97,7 +97,11 @@ class ChatChunkChoice(_ChatChoice):
 
 
 class ChatCompletionChunk(_Completion):
-    """An event of a chat stream. With `stream_options.include_usage`, `usage` is null before the last event."""
+    """An event of a chat stream.
+
+    With `stream_options.include_usage`, `usage` is null before the last event; with `continuous_usage_stats` it is what
+    was used so far.
+    """
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -134,7 +138,7 @@ class TextCompletion(_Completion):
 
 
 class TextCompletionChunk(_Completion):
-    """An event of a text stream. With `stream_options.include_usage`, `usage` is null before the last event."""
+    """An event of a text stream. `usage` is as in a chat stream."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]

@@ -91,6 +91,9 @@ class StreamOptions(_Model):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="Send the token counts of the call in the last chunk.")
+    continuous_usage_stats: bool = Field(
+        False, description="Extension, as in vLLM: with `include_usage`, every chunk tells the counts so far."
+    )
     include_obfuscation: bool = Field(False, description="Accepted and ignored: no padding is ever sent.")
 
 
@@ -158,6 +161,11 @@ class GenerateRequest(_Model):
     def include_usage(self) -> bool:
         """True if a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every chunk of a stream has the usage so far."""
+        return self.include_usage and self.stream_options.continuous_usage_stats  # type: ignore[union-attr]
 
     @property
     def alternatives(self) -> int | None:

@@ -172,6 +172,19 @@ class TestChat:
         ).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+async def test_every_chunk_tells_the_usage_so_far_if_asked_to(router: Router, path: str, body: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, done = await _events(router, path, body | {"stream_options": options})
+    assert done == "[DONE]"
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert events[-1] == events[-1] | {"choices": [], "usage": events[-2]["usage"]}
+    assert "".join(event["choices"][0].get("text", "") for event in events[:-1]) in ("", REPLY)
+    without = await _events(router, path, body | {"stream_options": {"continuous_usage_stats": True}})
+    assert not any("usage" in event for event in without[:-1])
+
+
 class TestCompletions:
     async def test_in_one_piece(self, router: Router) -> None:
         body = (await router.http.post("/v1/completions", json=TEXT)).json()

@@ -202,7 +202,8 @@ async def test_responses_and_chunks_are_as_described(router: Router, document: d
         assert _fits(document, _response(document, path, "application/json"), whole.json(), closed=True), whole.text
         headers = document["paths"][path]["post"]["responses"]["200"]["headers"]
         assert {name for name in whole.headers if name.startswith("x-")} <= headers.keys()
-        for options in ({}, {"stream_options": {"include_usage": True}}):
+        usage = {"include_usage": True}
+        for options in ({}, {"stream_options": usage}, {"stream_options": usage | {"continuous_usage_stats": True}}):
             stream = await router.http.post(path, json=asked | {"stream": True} | options)
             *events, done, rest = stream.text.split("\n\n")
             assert (done, rest) == ("data: [DONE]", "")
