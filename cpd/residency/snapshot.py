@@ -127,7 +127,6 @@ class Intent:
         latest_s: When the model serves or has failed at the latest, as promised at that time (`longest_wait_s`).
         deadlines: When each of its requests misses its target if it waits on, ascending.
         wake_s: Predicted time to load the model, less than `Model.wake_s` if it is staged.
-        arrivals_per_s: Its recent requests a second.
     """
 
     model: Model
@@ -135,7 +134,6 @@ class Intent:
     latest_s: float
     deadlines: Sequence[float] = ()
     wake_s: float = 0.0
-    arrivals_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class SimDevice:
             if one.state is not None
         ]
         intents = [
-            Intent(one.model.spec, *one.intent_s, self._deadlines(one), self._wake_s(one), one.arrivals_per_s(now))
+            Intent(one.model.spec, *one.intent_s, self._deadlines(one), self._wake_s(one))
             for one in self._order
             if one.intent_s is not None and one.state is not State.WAKING
         ]
