@@ -13,7 +13,7 @@ from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.options import clean_exit, command
 from cpd.common.settings import ClusterSettings, Role
 from kvtransfer.bench.settings import TransferBenchSettings
-from sim.cluster.app import app as sim_app
+from sim.app import app as sim_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

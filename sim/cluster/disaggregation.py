@@ -23,8 +23,8 @@ from cpd.performance.model import PerfModel
 from engine.engine import Engine
 from engine.types import Output, Request, Reservation, StepOutput
 from prefill_worker.prefill_job import FinishedPages, PagesToSend
-from sim.cluster.events import Events
 from sim.cluster.worker import SimWorker
+from sim.events import Events
 
 Done = Callable[[], None]
 

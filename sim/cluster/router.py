@@ -16,8 +16,8 @@ from router.placement.policy import Placement, PlacementPolicy, Prompt, Situatio
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import PrefixIndex
 from sim.cluster.disaggregation import DecodeSide, PlacedRequest
-from sim.cluster.events import Events
 from sim.cluster.worker import SimWorker
+from sim.events import Events
 
 PROFILES = 8
 """Number of workers whose profiles stand for all when a planner predicts."""

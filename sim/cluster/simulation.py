@@ -16,7 +16,6 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import StepOutput
 from router.placement.policy import Targets
 from sim.cluster.disaggregation import DecodeSide, Links, PrefillSide
-from sim.cluster.events import Events
 from sim.cluster.mistakes import mistaken
 from sim.cluster.policies import make_system
 from sim.cluster.router import SimRouter
@@ -25,6 +24,7 @@ from sim.cluster.users import Users, Window
 from sim.cluster.worker import Role, SimWorker
 from sim.cluster.workload import Workload
 from sim.device.pace import Pace
+from sim.events import Events
 
 PLAN_INTERVAL_S = 5.0
 """Time between two decisions of a planner."""

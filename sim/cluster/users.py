@@ -10,9 +10,9 @@ from bench.record import Failure, Record
 from bench.slo import Slo
 from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from engine.types import Finish, Request, SamplingParams
-from sim.cluster.events import Events
 from sim.cluster.router import RequestState
 from sim.cluster.workload import Session, Turn, Workload
+from sim.events import Events
 
 ROOT = hash_root(b"simulated")
 

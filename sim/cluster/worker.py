@@ -26,11 +26,11 @@ from engine.engine import Engine
 from engine.scheduling.plan import Plan
 from engine.scheduling.sequence import SequenceTable
 from engine.types import CacheEvent, StepOutput
-from sim.cluster.events import Events
 from sim.cluster.work import decodes_s, prompts_s
 from sim.device.fast_forward import FastForward, next_work, possible_steps
 from sim.device.pace import Pace
 from sim.device.runner import SimulatedRunner, VirtualTime, build_outline, chooser
+from sim.events import Events
 from worker.load_report import INTERVAL_S, load_from_stats
 
 Command = Callable[[Engine], object]

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.result import Result
-from sim.cluster.app import app
+from sim.app import app
 
 COMMON = ["--workers", "2", "--prefill-workers", "1", "--warmup", "0", "--duration", "1"]
 

@@ -9,13 +9,13 @@ import pytest
 from cpd.common.blocks import extend_hashes
 from cpd.performance.model import Work
 from engine.types import Request, SamplingParams
-from sim.cluster.events import Events
 from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.users import ROOT
 from sim.cluster.worker import SimWorker
 from sim.cluster.workload import make_workload
 from sim.device.fast_forward import FastForward
 from sim.device.pace import Pace
+from sim.events import Events
 from tests.sim.clusters import MODEL, prompt, settings
 
 

@@ -4,6 +4,7 @@ import typer
 
 from cpd.common.options import command
 from sim.cluster.settings import CompareSettings, SimSettings
+from sim.models.settings import ModelsSettings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,5 +30,13 @@ def _compare(settings: CompareSettings) -> None:
     compare(settings)
 
 
+def _models(settings: ModelsSettings) -> None:
+    """Simulate many models that share few devices, with several policies for who is awake."""
+    from sim.models.run import run
+
+    run(settings)
+
+
 app.command("run")(command(SimSettings, _run))
 app.command("compare")(command(CompareSettings, _compare))
+app.command("models")(command(ModelsSettings, _models))

@@ -1,0 +1,1 @@
+"""Who is awake: several models share a device's memory."""
