@@ -57,7 +57,9 @@ def unpack_kernels(archives: Sequence[Path], capability: str, site: Path) -> Non
     for path in archives:
         if package.is_dir() and path.name.endswith(ending):
             with tarfile.open(path) as archive:
-                archive.extractall(package / KERNELS_INSIDE, filter="data")
+                if hasattr(tarfile, "data_filter"):  # Python 3.11.4
+                    archive.extraction_filter = tarfile.data_filter
+                archive.extractall(package / KERNELS_INSIDE)
 
 
 def _target(member: PurePosixPath) -> PurePosixPath | None:
