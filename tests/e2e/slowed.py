@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -25,7 +26,7 @@ from deploy.process import Supervised
 from deploy.processes import ProcessSpec
 from models import tiny
 from tests.e2e.client import MODEL, client, complete
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, runs_code_of
 from tests.e2e.rolling import PROMPTS, prompt
 
 SLOW = "combined-0"
@@ -44,7 +45,8 @@ class SlowableCluster(Cluster):
             return super()._supervise(spec, cores)
         command = spec.command(spec.model)
         command[command.index("decode_worker")] = "tests.e2e.slowable_worker"
-        return Supervised(spec.name, lambda: command, spec.environment(), frozenset())
+        environment = runs_code_of(Path(__file__).parents[2], spec.environment())  # the worker's module is a test's
+        return Supervised(spec.name, lambda: command, environment, frozenset())
 
 
 @dataclass
