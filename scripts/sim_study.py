@@ -35,10 +35,10 @@ from bench.slo import Slo
 from cpd.performance.model import Profile
 from sim.cluster.compare import as_row, search_rate
 from sim.cluster.mistakes import scaled
-from sim.cluster.run import evidence
 from sim.cluster.settings import CompareSettings
 from sim.cluster.simulation import SimCluster
 from sim.cluster.workload import Session, Turn, Workload, make_workload
+from sim.evidence import evidence
 
 CHOSEN: dict[str, dict[str, Any]] = {
     "sglang": {},
@@ -305,7 +305,7 @@ def _gaps(settings: CompareSettings, prompts: int) -> list[float]:
 
 def show(directory: Path, base: CompareSettings) -> None:
     """Prints all stored cells."""
-    print(evidence(base))
+    print(evidence(base.profile))
     for path in sorted(directory.glob("*.json")):
         found = orjson.loads(path.read_bytes())
         if path.stem.startswith("burst"):

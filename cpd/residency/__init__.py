@@ -1,1 +1,1 @@
-"""Who is awake: several models share a device's memory."""
+"""Decides which models are awake on a device whose memory they share."""

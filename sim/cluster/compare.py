@@ -22,10 +22,10 @@ from bench.run import command_line
 from bench.sweep.search import MaxRate
 from cpd.common.errors import ConfigError
 from sim.cluster.policies import make_system
-from sim.cluster.run import evidence
 from sim.cluster.settings import MAX_PROFILE_ERROR, CompareSettings
 from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.workload import make_workload
+from sim.evidence import evidence
 
 
 class Row(BaseModel):
@@ -92,7 +92,7 @@ def compare(settings: CompareSettings) -> None:
             rows.append(row)
     found = Comparison(
         schema="cpd-sim-compare/1",
-        evidence=evidence(settings),
+        evidence=evidence(settings.profile),
         command=command_line(sys.argv),
         settings=settings.model_dump(mode="json"),
         rows=rows,

@@ -11,10 +11,10 @@ from bench.report.table import show
 from bench.result import Client, Result
 from bench.run import command_line, versions
 from bench.slo import Slo
-from cpd.performance.model import Profile
-from sim.cluster.settings import ClusterShape, SimSettings
+from sim.cluster.settings import SimSettings
 from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.workload import make_workload
+from sim.evidence import evidence
 
 
 def run(settings: SimSettings) -> None:
@@ -61,7 +61,7 @@ def as_result(settings: SimSettings, outcome: Outcome) -> Result:
         client=Client(
             limited=False,
             reasons=[],
-            warnings=[evidence(settings)],
+            warnings=[evidence(settings.profile)],
             processes=0,
             cpu_share=0.0,
             loop_lag_ms_p50=0.0,
@@ -73,11 +73,3 @@ def as_result(settings: SimSettings, outcome: Outcome) -> Result:
         summary=summary,
         requests=requests,
     )
-
-
-def evidence(settings: ClusterShape) -> str:
-    """Returns what the figures are based on, without a full stop."""
-    profile = Profile.load(settings.profile)
-    if profile.source == "roofline":
-        return f"simulated with a profile computed from data sheets ({profile.device}): no evidence for real hardware"
-    return f"simulated with a profile measured on {profile.device}"

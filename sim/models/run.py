@@ -17,7 +17,7 @@ from bench.report.text import number, percent
 from bench.result import write_json
 from bench.run import command_line
 from cpd.common.errors import ConfigError
-from cpd.performance.model import Profile
+from sim.evidence import evidence
 from sim.models.fleet import SimulatedModel, make_fleet
 from sim.models.settings import ModelsSettings
 from sim.models.simulation import Outcome, make_policy, simulate
@@ -39,7 +39,7 @@ class Results(BaseModel):
 
     schema_: Literal["cpd-sim-models/1"] = Field("cpd-sim-models/1", alias="schema")
     simulated: Literal[True] = True
-    profile: str
+    evidence: str
     command: list[str]
     settings: dict[str, Any]
     outcomes: list[Outcome]
@@ -67,7 +67,7 @@ def run(settings: ModelsSettings) -> None:
     if settings.json_file:
         found = Results(
             schema="cpd-sim-models/1",
-            profile=_profile(settings),
+            evidence=evidence(settings.profile),
             command=command_line(sys.argv),
             settings=settings.model_dump(mode="json"),
             outcomes=outcomes,
@@ -76,7 +76,7 @@ def run(settings: ModelsSettings) -> None:
     console = Console()
     _show_policies(policies, outcomes, console)
     _show_models(policies, fleet, outcomes, console)
-    console.print(f"Simulated with {_profile(settings)}.")
+    console.print(f"The figures are {evidence(settings.profile)}.")
 
 
 def _job(arguments: tuple[ModelsSettings, str, int]) -> Outcome:
@@ -91,13 +91,6 @@ def _seeds(text: str) -> list[int]:
     if min(seeds) < 0:
         raise ConfigError("--seeds takes whole numbers from 0, separated by commas")
     return seeds
-
-
-def _profile(settings: ModelsSettings) -> str:
-    profile = Profile.load(settings.profile)
-    if profile.source == "roofline":
-        return f"a profile computed from data sheets ({profile.device}): no evidence for real hardware"
-    return f"a profile measured on {profile.device}"
 
 
 def _table(columns: Iterable[str]) -> Table:
