@@ -1,7 +1,7 @@
 """Runs the GPU tests and experiments, and prints their figures beside the targets.
 
-Usage: `python3 -m scripts.gpu_check [--carried DIR] [--out DIR] [--only PART …] [--minutes N] [--dry-run]`, from the
-repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; other packages can be wheels in DIR
+Usage: `python3 -m scripts.gpu_check [--carried DIR …] [--out DIR] [--only PART …] [--minutes N] [--dry-run]`, from the
+repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; other packages can be wheels in folders
 (`python -m scripts.gpu.carry` fetches them). Every part runs in its own process with a time limit.
 
 Writes to --out: `gpu_check.json` (device, versions, commit, all figures; `docs/performance/` keeps them),
@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,12 @@ def _tests(what: str, file: str, seconds: float, about: str) -> Part:
     """A test file in its own process, because nothing else in a process works after an illegal access.
 
     Overrides pyproject.toml's options, whose plugins may be missing here, and does not turn warnings into errors. The
-    log names each test as it begins, and shows where a slow one is.
+    log names each test as it begins, shows where a slow one is, and what it printed even if it is stopped.
     """
     name = f"tests_{what}"
     options = ("-o", "addopts=--import-mode=importlib", "-o", "faulthandler_timeout=40", "-W", "default")
     report = ("-p", "no:cacheprovider", f"--junitxml={{results}}/{name}.xml")
-    return Part(name, ("-m", "pytest", "-m", "gpu", f"tests/gpu/{file}", "-v", *options, *report), seconds, about)
+    return Part(name, ("-m", "pytest", "-m", "gpu", f"tests/gpu/{file}", "-v", "-s", *options, *report), seconds, about)
 
 
 PARTS = (
@@ -70,6 +71,8 @@ PARTS = (
     _experiment("decode_kernels", 110, "Kernels that stream what decodes read against cuBLAS and FlashInfer"),
     _experiment("sanitizer", 240, "compute-sanitizer on the small GPU tests"),
     _tests("transfer", "test_cuda_transfer.py", 60, "Do pages cross between two processes?"),
+    _tests("cluster", "test_cuda_cluster.py", 240, "Are the answers of workers that share a GPU right?"),
+    _experiment("cluster", 330, "A whole cluster under Ray, over HTTP"),
     _experiment("page_transfer", 120, "NIXL, what CPD makes of it, and ucxx between two processes"),
     _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),
 )
@@ -93,15 +96,18 @@ def selected(only: Sequence[str], kernels: bool) -> list[Part]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check. Returns 0 if no part failed, also if figures miss their targets."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=__doc__.partition("\n")[0])
-    parser.add_argument("--carried", type=Path, help="folder of wheels and compiled kernels to use")
+    parser.add_argument(
+        "--carried", type=Path, nargs="+", default=[], help="folders of wheels and compiled kernels to use"
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="folder for the results")
     parser.add_argument("--only", nargs="+", default=[], choices=[part.name for part in PARTS], help="parts to run")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts together (default: 9)")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     args = parser.parse_args(argv)
-    if args.carried is not None and not args.carried.is_dir():
-        parser.error(f"--carried: {args.carried} is no folder; `python -m scripts.gpu.carry` makes one")
-    kernels = sorted(args.carried.glob(KERNELS)) if args.carried else []
+    for folder in args.carried:
+        if not folder.is_dir():
+            parser.error(f"--carried: {folder} is no folder; `python -m scripts.gpu.carry` makes one")
+    kernels = sorted(path for folder in args.carried for path in folder.glob(KERNELS))
     if args.dry_run:
         print(plan(selected(args.only, bool(kernels)), args.minutes, args.carried))
         return Exit.OK
@@ -109,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check(args, kernels, Path(folder))
 
 
-def plan(chosen: Sequence[Part], minutes: float, carried: Path | None) -> str:
+def plan(chosen: Sequence[Part], minutes: float, carried: Sequence[Path]) -> str:
     """Describes the parts that would run."""
-    files = sorted(path.name for path in carried.iterdir() if not path.name.startswith(".")) if carried else []
+    files = sorted({path.name for folder in carried for path in folder.iterdir() if not path.name.startswith(".")})
     rows = [[part.name, f"{part.seconds:.0f} s", part.about, " ".join(part.command)] for part in chosen]
     return "\n".join(
         [
@@ -126,8 +132,9 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
     """Runs the chosen parts and writes their results. See `main`."""
     started = time.monotonic()
     site = work / "site"
-    wheels = wheels_for_this_python(args.carried) if args.carried else []
+    wheels = [wheel for folder in args.carried for wheel in wheels_for_this_python(folder)]
     unpack_wheels(wheels, site)
+    describe_checkout(site)
     environment = child_environment(site, work)
     device, error = find_device(environment)
     if device is None:
@@ -165,6 +172,14 @@ def child_environment(site: Path, work: Path) -> dict[str, str]:
     """Environment variables of the parts, with the paths of carried packages and the toolkit."""
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, **compile_environment(work / "lib"), "PYTHONPATH": path, **_SETTINGS}
+
+
+def describe_checkout(site: Path) -> None:
+    """Adds the metadata of this checkout, which is not installed, to `site`: routers ask for their version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = site / f"{project['name']}-{project['version']}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
 
 
 def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:

@@ -10,8 +10,8 @@ from cpd.common.errors import ConfigError
 
 _MEMINFO = Path("/proc/meminfo")
 
-_WORK_BYTES = 3 << 30
-"""GPU memory left free for a step's intermediate results, graphs and libraries."""
+_WORK_BYTES = 5 << 30
+"""GPU memory left free for a step's intermediate results, graphs and libraries: 4.9 GiB on an H200 with lanes."""
 
 _MAX_PAGES = 1 << 18
 """Largest default pool, 4 M tokens: a small model does not need all memory of a large GPU."""

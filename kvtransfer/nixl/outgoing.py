@@ -28,6 +28,7 @@ from kvtransfer.session.greeting import SenderGreeting
 from kvtransfer.session.sending import Sending
 
 _BATCH_BYTES = 8 << 20
+_DEVICE_BATCH_BYTES = 64 << 20  # a GPU writes 8 MiB in a tenth of the time that a batch's messages take
 _BATCH_RUNS = 256
 
 
@@ -71,7 +72,8 @@ class Outgoing(Connection):
         self.receiver: ProcessIdentity | None = None
         self.connection_id = secrets.token_bytes(CONNECTION_BYTES)
         self.needs_close_notice = False
-        self.batch_pages = max(1, _BATCH_BYTES // memory.page_bytes)
+        batch_bytes = _BATCH_BYTES if memory.device is None else _DEVICE_BATCH_BYTES
+        self.batch_pages = max(1, batch_bytes // memory.page_bytes)
         self._host = host
         self._memory = memory
         self._page_bytes = page_bytes

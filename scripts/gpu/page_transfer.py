@@ -2,10 +2,12 @@
 
 One process sends every page of a pool (plain cudaMalloc memory, like the engine's) to scattered pages of the other, in
 pages of 0.25 to 2.25 MiB; the receiver checks every byte. NIXL writes one-sided; ucxx sends one message per page. A
-transport without its package is skipped. `cpd bench transfer` measures the workers' own transport over NIXL as well.
+transport without its package is skipped. `cpd bench transfer` measures the workers' own transport over NIXL as well,
+also without UCX's cache of mapped memory, which keeps a killed worker's memory allocated.
 """
 
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
@@ -106,11 +108,14 @@ def measure(report: Report, device: str = "cuda", size: int = POOL_BYTES, pages:
         except (PeerError, OSError) as error:
             report.add(f"{name}: failed", None, "GB/s", note=str(error))
     if "NIXL" in found:
-        own_transport(report, device, size, pages)
+        own_transport(report, "CPD over NIXL", device, size, pages, {})
+        own_transport(report, "CPD over NIXL, nothing stays mapped", device, size, pages, {"UCX_CUDA_IPC_CACHE": "n"})
 
 
-def own_transport(report: Report, device: str, size: int, pages: Sequence[int]) -> None:
-    """Measures the same pages over the workers' transport."""
+def own_transport(
+    report: Report, name: str, device: str, size: int, pages: Sequence[int], ucx: Mapping[str, str]
+) -> None:
+    """Measures the same pages over the workers' transport, with these environment variables."""
     from kvtransfer.bench.result import TransferResult
 
     with tempfile.TemporaryDirectory() as folder:
@@ -121,16 +126,17 @@ def own_transport(report: Report, device: str, size: int, pages: Sequence[int]) 
         command += [argument for page_bytes in pages for argument in ("--page-size", str(page_bytes))]
         command += [argument for count in (1, size // max(pages)) for argument in ("--pages", str(count))]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+            environment = {**os.environ, **ucx}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
         except subprocess.TimeoutExpired:
-            report.add("CPD over NIXL: failed", None, "GB/s", note=f"no answer within {PATIENCE_S:.0f} s")
+            report.add(f"{name}: failed", None, "GB/s", note=f"no answer within {PATIENCE_S:.0f} s")
             return
         if done.returncode:
-            report.add("CPD over NIXL: failed", None, "GB/s", note=done.stderr.strip().rpartition("\n")[2])
+            report.add(f"{name}: failed", None, "GB/s", note=done.stderr.strip().rpartition("\n")[2])
             return
         result = TransferResult.model_validate_json(file.read_text())
     for cell in result.cells:
-        label = f"CPD over NIXL: {cell.pages} pages of {cell.page_bytes / 2**20:g} MiB"
+        label = f"{name}: {cell.pages} pages of {cell.page_bytes / 2**20:g} MiB"
         note = f"best {cell.best_bytes_per_s / 1e9:.3g}; median push {cell.median_ms:.3g} ms"
         report.add(label, cell.bytes_per_s / 1e9, "GB/s", note=note)
 

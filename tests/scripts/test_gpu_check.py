@@ -4,6 +4,7 @@ import os
 import sys
 import tarfile
 from collections.abc import Iterator
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_most_valuable_parts_come_first_and_compiling_before_them_if_nothing
 
 def test_every_experiment_is_a_module_with_a_question() -> None:
     experiments = [part.name for part in gpu_check.PARTS if part.command[:2] == ("-m", "scripts.gpu.run")]
-    assert len(experiments) == 13
+    assert len(experiments) == 14
     for name in experiments:
         question, run = find_experiment(name)
         assert question.endswith("?"), name
@@ -144,6 +145,12 @@ def test_kernels_that_were_compiled_serve_the_parts_after_and_the_next_run(
     monkeypatch.setattr(gpu_check, "PARTS", (part("uses", uses), part("compile_time", compiles)))
     assert gpu_check.main(["--carried", str(carried), "--out", str(tmp_path / "out")]) == Exit.OK
     assert (tmp_path / "out" / name).exists()
+
+
+def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path: Path) -> None:
+    gpu_check.describe_checkout(tmp_path)
+    [found] = distributions(name="cpd", path=[str(tmp_path)])
+    assert found.version == version("cpd")
 
 
 def test_carried_kernels_that_do_not_load_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,8 @@ def test_available_memory_is_unknown_without_proc(system: Path) -> None:
 
 def test_a_pool_gets_the_rest_of_the_gpus_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (79 * GIB, 80 * GIB))
-    assert default_pool(GPU, 16 * GIB, 1 << 20, 0.9) == 53 * GIB
-    assert default_pool(GPU, 16 * GIB, 1 << 20, 0.45) == 17 * GIB
+    assert default_pool(GPU, 16 * GIB, 1 << 20, 0.9) == 51 * GIB
+    assert default_pool(GPU, 16 * GIB, 1 << 20, 0.45) == 15 * GIB
     assert default_pool(CPU, 16 * GIB, 1 << 20, 0.9) == POOL_BYTES
     with pytest.raises(ConfigError, match="raise --gpu-memory, start fewer workers"):
         default_pool(GPU, 35 * GIB, 1 << 20, 0.45)

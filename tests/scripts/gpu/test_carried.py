@@ -98,21 +98,33 @@ def test_versions_come_from_the_lock_file_unless_they_are_named() -> None:
     ]
 
 
-def test_the_command_line_names_the_folder_the_commit_and_only_the_parts_that_need_it() -> None:
-    assert command_line(LOADS["core"], "abc").startswith(
-        "CPD_COMMIT=abc python3 -m scripts.gpu_check --carried .gpu --out"
+def test_the_command_line_names_the_folders_the_commit_and_only_the_parts_that_need_it() -> None:
+    assert command_line([LOADS["core"], LOADS["ray"]], "abc").startswith(
+        "CPD_COMMIT=abc python3 -m scripts.gpu_check --carried .gpu .gpu-ray --out"
     )
-    assert "--carried .gpu-ucx --only page_transfer --out" in command_line(LOADS["ucx"], "abc")
+    assert "--carried .gpu-ucx --only page_transfer --out" in command_line([LOADS["ucx"]], "abc")
 
 
 def test_fetching_fills_a_folder_that_git_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads: list[list[str]] = []
     monkeypatch.setattr(carry, "ROOT", tmp_path)
-    monkeypatch.setattr(carry, "download", lambda packages, folder: downloads.append(packages))
+
+    def download(packages: list[str], folder: Path) -> None:
+        downloads.append(packages)
+        wheel(folder, "nixl-1-py3-none-any.whl", {"nixl/used.so": "0" * 9999, "nixl/perftest/large.so": ""})
+
+    monkeypatch.setattr(carry, "download", download)
     (tmp_path / "requirements.lock").write_text("pydantic==2.0\n")
-    carry.fetch(Load(("nixl-cu13", "pydantic"), ".gpu-nixl"))
-    assert downloads == [["nixl-cu13", "pydantic==2.0"]]
-    assert (tmp_path / ".gpu-nixl" / ".gitignore").read_text() == "*\n"
+    load = Load(("nixl-cu13", "pydantic"), ".gpu-nixl", unused=("*/perftest/*",))
+    for _ in range(2):
+        carry.fetch(load)
+    assert downloads == [["nixl-cu13", "pydantic==2.0"]] * 2
+    folder = tmp_path / ".gpu-nixl"
+    assert (folder / ".gitignore").read_text() == "*\n"
+    assert {path.name for path in folder.iterdir()} == {".gitignore", "nixl-1-py3-none-any.whl"}
+    with zipfile.ZipFile(folder / "nixl-1-py3-none-any.whl") as archive:
+        assert archive.namelist() == ["nixl/used.so"]
+        assert archive.getinfo("nixl/used.so").compress_size < 999
 
 
 @pytest.mark.parametrize(("argv", "fetched"), [([], ["core"]), (["nixl", "ucx"], ["nixl", "ucx"])])
@@ -123,7 +135,8 @@ def test_without_a_name_the_core_is_fetched(
     monkeypatch.setattr(carry, "fetch", loads.append)
     assert carry.main(argv) == 0
     assert loads == [LOADS[name] for name in fetched]
-    assert capsys.readouterr().out.count("gpu_check") == len(fetched)
+    printed = capsys.readouterr().out
+    assert "--carried " + " ".join(LOADS[name].folder for name in fetched) in printed
 
 
 def test_an_unknown_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

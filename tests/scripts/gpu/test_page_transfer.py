@@ -53,7 +53,7 @@ def test_a_transport_whose_peers_die_leaves_the_other_which_moves_every_page(mon
 @pytest.mark.nixl
 def test_the_transport_of_workers_is_measured_beside_them() -> None:
     report = Report("page_transfer", "?", ENVIRONMENT, CEILINGS)
-    page_transfer.own_transport(report, "cpu", 2 << 20, [256 << 10, 1 << 20])
+    page_transfer.own_transport(report, "CPD over NIXL", "cpu", 2 << 20, [256 << 10, 1 << 20], {})
     assert [(figure.name, figure.value is None) for figure in report.figures] == [
         (f"CPD over NIXL: {pages} pages of {size} MiB", False) for size in ("0.25", "1") for pages in (1, 2)
     ]
