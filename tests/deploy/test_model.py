@@ -109,10 +109,10 @@ def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pyte
         CPDError, match=r"for each of 3 workers .* 10.0 GiB of free memory of GPU 3, which has 16.0 GiB"
     ):
         inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
-    assert inspect(checkpoint, gpu_memory=0.5, prefill=0, combined=4) == "cuda"
+    assert inspect(checkpoint, gpu_memory=0.8, prefill=0, combined=4) == "cuda"
     monkeypatch.setattr("engine.execution.memory_limits._MAX_PAGES", 1 << 40)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (8 << 30, 16 << 30))
-    with pytest.raises(CPDError, match=r"a KV pool of 4.2 GiB for each of 2 workers .* lower --gpu-memory"):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (4 << 30, 16 << 30))
+    with pytest.raises(CPDError, match=r"a KV pool of 2.2 GiB for each of 2 workers .* lower --gpu-memory"):
         inspect(checkpoint, prefill=0, combined=4)
 
 
