@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -23,8 +22,9 @@ from tokenizers import Tokenizer
 from engine.model.config import load_config
 from engine.model.parameters import expected_tensors
 from models.tiny import CHECKPOINT
-from scripts.gpu.common import require
+from scripts.gpu.common import CPD, require
 from scripts.gpu.models import MODELS
+from scripts.gpu.random_model import RandomCheckpoint
 from scripts.gpu.results import Report
 
 MODEL = "Qwen3-4B"
@@ -54,17 +54,12 @@ def write_checkpoint(directory: Path, fields: Mapping[str, object], device: str)
     (directory / "config.json").write_text(json.dumps(fields))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     written = tokenizer.get_vocab_size()
-    silent = [
-        token for token in range(written) if "\ufffd" in tokenizer.decode([token]) or not tokenizer.decode([token])
-    ]
-    config = load_config(directory)
+    texts = [tokenizer.decode([token]) for token in range(written)]
+    silent = [token for token, text in enumerate(texts) if not text or "\ufffd" in text]
+    config, checkpoint = load_config(directory), RandomCheckpoint(directory)
     weights = {}
-    for name, shape in expected_tensors(config).items():
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        if len(shape) == 1:
-            tensor.uniform_(0.9, 1.1)
-        else:
-            tensor.normal_(std=shape[-1] ** -0.5)
+    for name in expected_tensors(config):
+        tensor = checkpoint.read([name], torch.bfloat16, torch.device(device))
         if name == ("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"):
             tensor[written:], tensor[silent] = 0, 0
         weights[name] = tensor.cpu()
@@ -78,8 +73,7 @@ def cpd(*arguments: str) -> str:
     Raises:
         RuntimeError: It failed.
     """
-    command = [sys.executable, "-c", "from cpd.cli.main import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([*CPD, *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "router.access" not in line]
     print(f"$ cpd {' '.join(arguments)}", *lines, sep="\n", flush=True)
     if done.returncode:

@@ -22,6 +22,9 @@ from scripts.gpu.results import Ceilings, Environment, Exit
 PACKAGES = ("torch", "triton", "flashinfer-python", "cuda-bindings", "nixl-cu13", "ucxx-cu13")
 """Packages that a result lists with their versions."""
 
+CPD = (sys.executable, "-c", "from cpd.cli.main import main; main()")
+"""The command `cpd` where this checkout is not installed."""
+
 
 class NoDeviceError(Exception):
     """There is no CUDA device."""

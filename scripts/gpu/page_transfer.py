@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu.common import MissingError
+from scripts.gpu.common import CPD, MissingError
 from scripts.gpu.results import Report
 from scripts.gpu.transfer_peers import Peer, nixl_receiver, nixl_sender, ucxx_receiver, ucxx_sender
 
@@ -120,8 +119,8 @@ def own_transport(
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "transfer.json"
-        command = [sys.executable, "-c", "from cpd.cli.main import main; main()", "bench", "transfer"]
-        command += ["--transport", "nixl", "--device", device, "--no-perftest", "--pool", str(size)]
+        command = [*CPD, "bench", "transfer", "--transport", "nixl", "--device", device]
+        command += ["--no-perftest", "--pool", str(size)]
         command += ["--json", str(file)]
         command += [argument for page_bytes in pages for argument in ("--page-size", str(page_bytes))]
         command += [argument for count in (1, size // max(pages)) for argument in ("--pages", str(count))]

@@ -23,7 +23,7 @@ from scripts.gpu.common import Timing
 from scripts.gpu.models import Lens, random_pages, step
 
 
-class _RandomCheckpoint(Checkpoint):
+class RandomCheckpoint(Checkpoint):
     """Random tensors for the model of a folder's config.json, made on the requested device."""
 
     def __init__(self, model_dir: Path) -> None:
@@ -72,7 +72,7 @@ def random_runner(
     pages = blocks_for(tokens) + 1
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("engine.execution.runner.Checkpoint", _RandomCheckpoint),
+        patch("engine.execution.runner.Checkpoint", RandomCheckpoint),
         patch("engine.execution.runner.model_fingerprint", return_value=bytes(16)),
         patch("engine.ops._CANNOT_BUILD", ()),  # never fall back to a slower back end
     ):
