@@ -1,8 +1,10 @@
+import random
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
+from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile, Work
 from engine.batch import Batch
 from engine.execution.executor import Executor, StepResult
@@ -13,13 +15,19 @@ from tests.conftest import MakeCheckpoint
 
 
 class FakeDevice:
-    """A runner and its lane. Steps return at once, with the time that a model predicts."""
+    """A runner and its lane. Steps return at once, with the time that a model predicts.
 
-    def __init__(self, model: PerfModel) -> None:
+    Args:
+        disturbed: Factor of the times of half of the steps.
+    """
+
+    def __init__(self, model: PerfModel, disturbed: float = 1.0) -> None:
         self.num_pages = 4096
         self.full = self
         self.chunks: list[int] = []
         self._model = model
+        self._disturbed = disturbed
+        self._random = random.Random(0)
 
     def copy_page(self, source: int, target: int) -> None:
         pass
@@ -30,7 +38,8 @@ class FakeDevice:
         self._work = work_of(batch)
 
     def collect(self) -> StepResult:
-        return StepResult([], 0.0, self._model.step_ms(self._work))
+        factor = self._random.choice((1.0, self._disturbed))
+        return StepResult([], 0.0, factor * self._model.step_ms(self._work))
 
 
 def rough(device: FakeDevice) -> PerfModel:
@@ -45,15 +54,36 @@ def test_long_prompts_are_timed_if_short_ones_are_bound_by_reading_weights() -> 
         assert model.step_ms(Work.prefill(tokens)) == pytest.approx(gpu.step_ms(Work.prefill(tokens)), rel=0.25)
 
 
-def test_long_prompts_are_not_timed_if_short_ones_reach_full_speed() -> None:
+@pytest.fixture
+def cpu() -> PerfModel:
     cost = {"tokens": (1, 4096), "tokens_ms": (0.1, 409.6)}
     shares = ({"share": 1, "decode": cost, "prefill": cost},)
-    profile = Profile.model_validate(
-        {"schema": "cpd-profile/1", "source": "measured", "device": "d", "model": "m", "shares": shares}
+    return PerfModel(
+        Profile.model_validate(
+            {"schema": "cpd-profile/1", "source": "measured", "device": "d", "model": "m", "shares": shares}
+        )
     )
-    device = FakeDevice(PerfModel(profile))
+
+
+def test_long_prompts_are_not_timed_if_short_ones_reach_full_speed(cpu: PerfModel) -> None:
+    device = FakeDevice(cpu)
     rough(device)
     assert max(device.chunks) == 256
+
+
+def test_other_work_on_the_machine_does_not_change_the_profile(cpu: PerfModel) -> None:
+    model = rough(FakeDevice(cpu, disturbed=3.0))
+    for tokens in (16, 100, 256, 4000):
+        assert model.step_ms(Work.prefill(tokens)) == pytest.approx(cpu.step_ms(Work.prefill(tokens)))
+    assert Colocation(model).max_tokens == Colocation(cpu).max_tokens
+
+
+def test_longer_chunks_are_as_fast_as_the_last_measured_one(checkpoint: MakeCheckpoint) -> None:
+    runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=1 << 20, max_model_len=0)
+    model = PerfModel(measure_rough_profile(runner, runner.config.max_model_len, device="d", model="m"))
+    last = model.profile.shares[0].prefill.tokens[-2]
+    for times in (2, 3, 16):
+        assert model.step_ms(Work.prefill(times * last)) == pytest.approx(times * model.step_ms(Work.prefill(last)))
 
 
 def test_more_tokens_never_take_less_time(checkpoint: MakeCheckpoint) -> None:
