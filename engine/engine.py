@@ -334,7 +334,9 @@ class Engine:
         if self.scheduler.wants_prefill(now):
             in_use = self.in_flight.split
             busy = in_use.shares if in_use else None
-            budget, chosen = self.colocation.prefill_budget(plan.work, busy, self.times.slowdown_p90)
+            budget, chosen = self.colocation.prefill_budget(
+                plan.work, busy, self.times.slowdown_p90, queued=self.scheduler.num_waiting > 1
+            )
             if lane_plan := self.scheduler.schedule_prefills(plan, budget, now):
                 assert chosen is not None
                 return plan, lane_plan, self._splits[chosen]
@@ -362,7 +364,9 @@ class Engine:
         if split is None:
             return
         decodes, _ = self.scheduler.running_work()
-        budget, chosen = self.colocation.prefill_budget(decodes, None, self.times.slowdown_p90)
+        budget, chosen = self.colocation.prefill_budget(
+            decodes, None, self.times.slowdown_p90, queued=self.scheduler.num_waiting > 0
+        )
         if chosen == split.shares:
             plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, decodes, budget)
             if plan:

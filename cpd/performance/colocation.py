@@ -5,8 +5,10 @@ Workers follow this policy, and routers use it to predict the workers.
     mixed   prompts share the decodes' batch on the whole device; long ones are chunked under the token budget
     lanes   prefills run on the prefill lane; the decode lane has the rest of the device
     auto    a prompt joins the decodes' batch if the step stays within the ITL target, or takes no longer than a decode
-            step while the prefill lane runs. A longer prompt goes to the prefill lane, unless that saves too few
-            streams a stall, or no split is within the target and chunks in the decodes' batch make shorter gaps
+            step while the prefill lane runs. A longer prompt goes to the prefill lane, unless
+            - that saves too few streams a stall, or
+            - no split is within the target, and chunks in the decodes' batch make shorter gaps, or
+            - other prompts wait, and chunks in the decodes' batch, within the target, compute them faster
 
 If nothing decodes, prompts run on the whole device.
 
@@ -138,7 +140,7 @@ class Colocation:
         self._itl_ms = ITL_MARGIN * itl_ms
 
     def prefill_budget(
-        self, decodes: Work, busy: SplitShares | None, slowdown: float = 1.0
+        self, decodes: Work, busy: SplitShares | None, slowdown: float = 1.0, queued: bool = False
     ) -> tuple[PrefillBudget, SplitShares | None]:
         """Returns how much may be prefilled now, and the split to use if the prefill lane gets a chunk.
 
@@ -146,6 +148,7 @@ class Colocation:
             decodes: Decodes of the step.
             busy: The split whose prefill lane is computing.
             slowdown: Factor of the model's step times.
+            queued: True if other prompts wait for this one.
         """
         itl_ms = self._itl_ms / slowdown
         if self.mode == "mixed" or not (busy or decodes.tokens):
@@ -154,7 +157,7 @@ class Colocation:
         if busy is not None:
             return PrefillBudget(self._mixed_limit(decodes, busy, prefill, itl_ms)), None
         split = self._choose_split(decodes, prefill, itl_ms)
-        if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill, itl_ms):
+        if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill, itl_ms, queued):
             return self._whole_device(decodes, itl_ms), None
         budget = PrefillBudget(
             mixed=self._mixed_limit(decodes, split, None, itl_ms),
@@ -170,7 +173,7 @@ class Colocation:
         """
         if not prompts.tokens:
             return 0.0
-        budget, split = self.prefill_budget(decodes, None, slowdown)
+        budget, split = self.prefill_budget(decodes, None, slowdown, queued=prompts.seqs > 1)
         before = max(0, prompts.pairs // prompts.tokens - prompts.tokens // (2 * prompts.seqs))  # mean of the prompts
         largest = budget.lane_chunk or budget.mixed.chunk(decodes, prompts.tokens, before)
         chunks = max(1.0, prompts.tokens / max(largest, 1))
@@ -210,15 +213,18 @@ class Colocation:
         on_target = model.step_ms(decodes, split.decode, prefill) <= itl_ms
         return split if on_target else within(MAX_DECODE_SLOWDOWN * model.step_ms(decodes))
 
-    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work, itl_ms: float) -> bool:
+    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work, itl_ms: float, queued: bool) -> bool:
         model = self.model
         gap_ms = model.step_ms(decodes, split.decode, prefill)
+        lane_ms = model.step_ms(prefill, split.prefill, decodes)
         chunk = Work.prefill(self._whole_device(decodes, itl_ms).mixed.chunk(decodes, self.max_tokens, 0))
-        if gap_ms > itl_ms > 0 and gap_ms > model.step_ms(decodes + chunk):
+        chunk_gap_ms = model.step_ms(decodes + chunk)
+        if gap_ms > itl_ms > 0 and gap_ms > chunk_gap_ms:
+            return False
+        if queued and chunk_gap_ms <= itl_ms and chunk.tokens * lane_ms >= prefill.tokens * chunk_gap_ms:
             return False
         together_ms = model.step_ms(decodes + prefill)
-        delay_ms = model.step_ms(prefill, split.prefill, decodes) - together_ms
-        return decodes.seqs * together_ms >= STALL_WEIGHT * delay_ms
+        return decodes.seqs * together_ms >= STALL_WEIGHT * (lane_ms - together_ms)
 
     def _mixed_limit(self, decodes: Work, split: SplitShares, on_lane: Work | None, itl_ms: float) -> BatchLimit:
         """Returns the limit of the decodes' batch where long prompts go to the prefill lane.
