@@ -75,6 +75,9 @@ def test_calls_come_behind_the_reasoning() -> None:
         ("gemma3", "", ""),
         ("llama2", "", ""),
         ("qwen3", "", "think"),
+        ("hermes-tools", "hermes", "think"),
+        ("llama3-tools", "llama3_json", ""),
+        ("mistral-tools", "mistral", ""),
     ],
 )
 def test_formats_are_detected_by_the_template(name: str, tools: str, reasoning: str) -> None:

@@ -287,14 +287,12 @@ def test_a_call_that_is_cut_has_its_arguments_so_far(family: str, text: str) -> 
     _, whole = parse(new(family), text)
     last = -1
     for end in range(len(text)):
-        content, calls = parse(new(family), text[:end], cut=True)
+        _, calls = parse(new(family), text[:end], cut=True)
         assert len(calls) in (last, last + 1)
         last = len(calls)
         for (name, arguments), (whole_name, whole_arguments) in zip(calls, whole, strict=False):
             assert name == whole_name
             assert whole_arguments.startswith(arguments)
-        if calls:
-            assert "arguments" not in content.replace(" and so on", "")
     assert last <= len(whole)
 
 
