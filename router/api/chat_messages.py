@@ -1,5 +1,6 @@
 """The messages and tools of a chat: their fields, what is valid, and the form that chat templates take."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,9 @@ from router.errors import ApiError, invalid, unsupported
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 18
 """Limit on the tools of a request as JSON."""
+
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+"""An escaped NUL character in JSON; a backslash before it may be escaped itself."""
 
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -191,6 +195,8 @@ def _arguments(text: str, path: str) -> dict[str, Any]:
         raise invalid(path, f"'{path}' is not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise invalid(path, f"'{path}' must be the text of a JSON object.")
+    if _NUL.search(text) is not None:
+        raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     return arguments
 
 

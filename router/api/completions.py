@@ -88,7 +88,7 @@ class CompletionService:
         self.workers = workers
         self.metrics = metrics
         self.settings = settings
-        source = text_files.template.source if text_files.template is not None else ""
+        source = text_files.tool_template.source if text_files.tool_template is not None else ""
         self.output_format = detect(source, settings.tool_call_parser, settings.reasoning_parser)
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
@@ -162,7 +162,7 @@ class CompletionService:
         Raises:
             ApiError: The model has no chat template, or it refuses the chat, or knows no tools.
         """
-        template = self._template
+        template = self._template(with_tools=bool(tools))
         if tools:
             self._check_tools_work(template)
         written_tools = [template_tool(tool) for tool in tools]
@@ -174,12 +174,12 @@ class CompletionService:
         await self.check_text(text, caller, "messages")
         return text
 
-    @property
-    def _template(self) -> ChatTemplate:
-        if self.text_files.template is None:
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
+        template = self.text_files.tool_template if with_tools else self.text_files.template
+        if template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
-        return self.text_files.template
+        return template
 
     def _check_tools_work(self, template: ChatTemplate) -> None:
         """Raises ApiError if the model can't be told of tools, or how it calls them is not known."""
@@ -194,9 +194,10 @@ class CompletionService:
         effort, kwargs = request.reasoning_effort, request.chat_template_kwargs
         if effort is None:
             return kwargs
-        if self._template.knows("reasoning_effort"):
+        template = self._template(with_tools=bool(request.offered_tools))
+        if template.knows("reasoning_effort"):
             return {"reasoning_effort": effort, **kwargs}
-        if self._template.knows("enable_thinking"):
+        if template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none", **kwargs}
         raise unsupported("reasoning_effort")
 

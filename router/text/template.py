@@ -120,10 +120,13 @@ class ChatTemplate:
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
 
-def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any], *, for_tools: bool = False) -> str | None:
     """Returns the source of the model's default chat template; None if it has none.
 
     `chat_template.jinja` has precedence over `tokenizer_config.json`, which has a string or a list of named templates.
+
+    Args:
+        for_tools: The template for chats with tools. If there is none named `tool_use`, it is the default one.
 
     Raises:
         CheckpointError: There are several templates and none of them is the default.
@@ -137,7 +140,7 @@ def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str |
     if isinstance(found, dict):
         if "default" not in found:
             raise CheckpointError(f"{model_dir} has several chat templates, but none of them is named 'default'")
-        found = found["default"]
+        found = found.get("tool_use", found["default"]) if for_tools else found["default"]
     return found if isinstance(found, str) else None
 
 

@@ -336,7 +336,12 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
                 "messages[0].tool_calls[0].function.arguments",
                 code,
             )
-            for wrong, code in (("{", "invalid_value"), ("[1]", "invalid_value"), ({}, "invalid_type"))
+            for wrong, code in (
+                ("{", "invalid_value"),
+                ("[1]", "invalid_value"),
+                ('{"a": "\\u0000"}', "invalid_value"),
+                ({}, "invalid_type"),
+            )
         ),
     ],
     ids=lambda value: str(value)[:60],

@@ -229,6 +229,9 @@ class TestReadTemplate:
     def test_the_default_of_several_is_taken(self, tmp_path: Path) -> None:
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         assert read_template(tmp_path, {"chat_template": named}) == "d"
+        assert read_template(tmp_path, {"chat_template": named}, for_tools=True) == "t"
+        assert read_template(tmp_path, {"chat_template": named[1:]}, for_tools=True) == "d"
+        assert read_template(tmp_path, {"chat_template": "one"}, for_tools=True) == "one"
         assert read_template(tmp_path, json.loads('{"chat_template": {"default": "d", "rag": "r"}}')) == "d"
 
     def test_several_without_a_default_are_refused(self, tmp_path: Path) -> None:
