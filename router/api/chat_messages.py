@@ -45,6 +45,7 @@ class ToolCall(StrictModel):
     id: str = Field(min_length=1, max_length=256, description="Id of the call, to which its result refers.")
     type: Literal["function"] = Field("function", description="Kind of the tool.")
     function: CalledFunction = Field(description="What was called.")
+    index: int | None = Field(None, description="Accepted and ignored: clients take it over from a stream.")
 
 
 class Message(StrictModel):

@@ -36,7 +36,11 @@ class ParsedChatFormat(ChatFormat):
         self._parsers: dict[int, OutputParser] = {}
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        return self._write(index, self._parser(index).push(delta.text), delta)
+        events = self._parser(index).push(delta.text)
+        match events:
+            case [Content(text)] if self._is_plain:  # nearly always
+                return super().delta(index, Delta([text], [], []))
+        return self._write(index, events, delta)
 
     def final(self, index: int, finish: FinishReason, delta: Delta) -> bytes:
         parser = self._parser(index)
