@@ -44,12 +44,14 @@ class Format(ABC):
     Class attributes:
         ID: Prefix of the response id.
         KIND, CHUNK_KIND: `object` of a whole response and of a chunk.
+        PARSES: The output is parsed, which takes long for a long one.
         PLAIN: The JSON before and after the text of a chunk that has only text; `%d` is the choice's index.
     """
 
     ID: ClassVar[str]
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
+    PARSES: ClassVar[bool] = False
     PLAIN: ClassVar[tuple[bytes, bytes]]
 
     def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes) -> None:

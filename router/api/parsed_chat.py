@@ -23,6 +23,8 @@ class ParsedChatFormat(ChatFormat):
         parser: Makes the parser of one choice.
     """
 
+    PARSES = True
+
     def __init__(
         self,
         request: GenerateRequest,

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from cpd.common.settings import ReasoningParserName, ToolCallParserName
 from cpd.rpc import cpd_pb2 as pb
+from router.api.respond import INLINE_TOKENS
 from router.text.parsers.output import TOOL_PARSERS
 from router.text.parsers.reasoning import TAGS
 from tests.router.conftest import Router, StartRouter, StartWorker
@@ -143,6 +144,15 @@ async def test_a_call_that_is_cut_has_its_arguments_so_far(start: Start) -> None
     assert name == "get_weather"
     assert arguments == ARGUMENTS[: len(arguments)] != ARGUMENTS
     assert whole.choices[0].finish_reason == "length"
+
+
+async def test_a_long_output_is_parsed_beside_the_event_loop(start: Start) -> None:
+    arguments = json.dumps({"days": list(range(500))})
+    router = await start("hermes-tools", CALL.replace(ARGUMENTS, arguments))
+    whole = await router.client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)
+    assert whole.usage
+    assert whole.usage.completion_tokens > INLINE_TOKENS
+    assert _calls(whole.choices[0]) == [("get_weather", arguments)]
 
 
 async def test_only_the_first_call_comes_back_without_parallel_calls(start: Start) -> None:
