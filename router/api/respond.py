@@ -164,17 +164,18 @@ class CompletionResponse(Response):
             raise self.error
         if self.gone:
             return
+        body = await self._whole()
+        headers = [*self._start_headers(b"application/json"), (b"content-length", b"%d" % len(body))]
+        if not self.gone:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _whole(self) -> bytes:
         usage, prompts = self._usage(), [request.tokens for request in self.requests]
         whole = partial(self._format.whole, self._choices, prompts, usage)
         if self._format.PARSES and usage["completion_tokens"] > INLINE_TOKENS:
-            body = await asyncio.to_thread(whole)
-            if self.gone:
-                return
-        else:
-            body = whole()
-        headers = [*self._start_headers(b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            return await asyncio.to_thread(whole)
+        return whole()
 
     async def _send_stream(self, send: Send) -> None:
         while self._route is None and not self._over:
