@@ -14,6 +14,9 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 18
 """Limit on the tools of a request as JSON."""
 
+_PLAIN_FIELDS = {"role", "content"}
+"""Fields of a message that has no others to check."""
+
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """An escaped NUL character in JSON; a backslash before it may be escaped itself."""
 
@@ -102,6 +105,8 @@ def check_messages(messages: Sequence[Message]) -> None:
     """
     calls: set[str] = set()
     for index, message in enumerate(messages):
+        if message.model_fields_set == _PLAIN_FIELDS and message.role != "tool":
+            continue  # nearly always
         path = f"messages[{index}]"
         is_assistant = message.role == "assistant"
         if message.content is None and not (is_assistant and (message.tool_calls or reasoning_of(message))):
@@ -161,10 +166,13 @@ def reasoning_of(message: Message) -> str | None:
 
 def template_message(message: Message) -> dict[str, Any]:
     """Returns a message for a chat template: the arguments of calls are objects, as templates expect."""
-    written = message.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning", "reasoning_content"})
+    written = message.model_dump(exclude_none=True)
+    if message.role != "assistant":
+        return written
     written.setdefault("content", "")
-    if (reasoning := reasoning_of(message)) is not None:
-        written["reasoning_content"] = reasoning
+    if (reasoning := written.pop("reasoning", None)) is not None:
+        written.setdefault("reasoning_content", reasoning)
+    written.pop("tool_calls", None)
     if message.tool_calls:
         written["tool_calls"] = [
             {
