@@ -122,7 +122,7 @@ async def test_a_stream_has_openais_chunks(start: Start) -> None:
     id = first[0].pop("id")
     assert id.startswith("call_")
     assert first == [{"index": 0, "type": "function", "function": {"name": "get_weather", "arguments": ""}}]
-    assert len(pieces) > 3
+    assert pieces
     assert all(
         [{"index": 0, "function": {"arguments": piece[0]["function"]["arguments"]}}] == piece for piece in pieces
     )
@@ -280,7 +280,8 @@ async def test_log_probabilities_and_token_ids_of_all_tokens_are_there(start: St
     router = await start("hermes-tools", f"<think>Hm.</think>Well.\n{CALL}")
     body = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "logprobs": True, "return_token_ids": True}
     whole = (await router.http.post("/v1/chat/completions", json=body)).json()["choices"][0]
-    assert "".join(one["token"] for one in whole["logprobs"]["content"]) == f"<think>Hm.</think>Well.\n{CALL}"
+    text = b"".join(bytes(one["bytes"]) for one in whole["logprobs"]["content"]).decode()
+    assert text == f"<think>Hm.</think>Well.\n{CALL}"
     assert len(whole["token_ids"]) == len(whole["logprobs"]["content"]) + 1
     if not stream:
         return
