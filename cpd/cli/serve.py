@@ -28,6 +28,7 @@ SHORT: Mapping[str, str] = {
 WITHOUT_EFFECT: Mapping[str, str] = {
     "--disable-log-requests": "each call is one log line, without its texts",
     "--disable-log-stats": "the summary is one line a minute",
+    "--enable-auto-tool-choice": "always so, where the model's chat template has tools",
     "--enable-chunked-prefill": "always so",
     "--enable-prefix-caching": "always so",
     "--enforce-eager": "CUDA graphs do not change results",
@@ -47,15 +48,18 @@ ONE_VALUE: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 """Flags of which only these values are taken, with what they become."""
 
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "--reasoning-parser": {"deepseek_r1": "think", "qwen3": "think"},
+    "--tool-call-parser": {"llama4_pythonic": "pythonic"},
+}
+"""Flags of both of which some values have another name here."""
+
 MISSING: Mapping[str, str] = {
     "--chat-template": "the model's own template is used",
-    "--enable-auto-tool-choice": "tools are not supported yet",
     "--enable-lora": "adapters are not supported",
     "--quantization": "quantised weights are not supported yet",
-    "--reasoning-parser": "reasoning is not split from the answer yet",
     "--speculative-config": "speculative decoding is not supported",
     "--tokenizer": "the checkpoint's own tokenizer is used",
-    "--tool-call-parser": "tools are not supported yet",
 }
 """Flags that would change what is served."""
 
@@ -83,6 +87,9 @@ def translated(model: str, arguments: Sequence[str]) -> list[str]:
             result += values[value]
             continue
         result.append(RENAMED.get(flag, flag))
+        if flag in OTHER_NAMES:
+            value = next(parts, "")
+            result.append(OTHER_NAMES[flag].get(value, value))
     return result
 
 

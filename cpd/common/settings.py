@@ -30,6 +30,10 @@ Role = Literal["prefill", "combined"]
 
 SamplingDefaults = Literal["model", "openai"]
 
+ToolCallParserName = Literal["auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "json"]
+
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]|\*")
 """A host as in a URL, or `*`."""
 
@@ -299,6 +303,16 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
         "model",
         description="Sampling parameters that a request leaves out: from generation_config.json (model), or OpenAI's "
         "defaults: temperature 1, no filters (openai).",
+    )
+    tool_call_parser: ToolCallParserName = Field(
+        "auto",
+        description="How the model writes tool calls: hermes (also Qwen 2.5 and 3), llama3_json, pythonic, mistral, "
+        "json, or none; auto: as its chat template shows.",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="How the model marks its reasoning, which is returned apart: think (<think>), mistral ([THINK]), "
+        "or none; auto: as its chat template shows.",
     )
     max_n: int = Field(16, ge=1, description="Most choices (n) of one request.")
     tenant_requests: int = Field(

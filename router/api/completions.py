@@ -11,24 +11,32 @@ from typing import Any, TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
-from router.api.openai import ChatFormat, CompletionFormat, Format
+from router.api.chat_messages import Message, Tool, template_message, template_tool
+from router.api.openai import ChatFormat, CompletionFormat, EchoedCompletionFormat, Format
+from router.api.parsed_chat import ParsedChatFormat
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message
-from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, Message
+from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
 from router.dispatch.dispatcher import RETRY_S, Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
-from router.errors import invalid, unavailable
+from router.errors import invalid, unavailable, unsupported
 from router.placement.policies import make_policy
 from router.placement.policy import Targets
 from router.request_metrics import RequestMetrics
+from router.text.detokenize import Vocabulary
+from router.text.parsers.output import detect
+from router.text.template import ChatTemplate
 from router.text.text_files import TextFiles
 
 _MANY_CHARS = 16
 """Nearly all tokens have fewer characters than this."""
+
+_END_CHARS = 64
+"""Characters at the end of a prompt in which an opened `<think>` is looked for."""
 
 INLINE_BYTES = 32_768
 """Size of the largest body that is parsed and rendered on the event loop, usually in less than a millisecond."""
@@ -62,6 +70,9 @@ class CompletionService:
 
     Args:
         sampling_defaults: Sampling fields whose defaults differ from OpenAI's.
+
+    Attributes:
+        output_format: How the model writes reasoning and tool calls.
     """
 
     def __init__(
@@ -77,6 +88,8 @@ class CompletionService:
         self.workers = workers
         self.metrics = metrics
         self.settings = settings
+        source = text_files.tool_template.source if text_files.tool_template is not None else ""
+        self.output_format = detect(source, settings.tool_call_parser, settings.reasoning_parser)
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
         self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
@@ -101,8 +114,17 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
-        prompt = await self.chat_prompt(request.messages, request.chat_template_kwargs, caller)
-        return await self._start(request, [prompt], caller, "messages", ChatFormat)
+        tools = request.offered_tools
+        kwargs = self._template_kwargs(request)
+        text = await self.chat_text(request.messages, kwargs, tools, caller)
+        prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
+        output = self.output_format
+        if not (tools or output.reasoning):
+            return await self._start(request, [prompt], caller, "messages", ChatFormat)
+        names = [tool.function.name for tool in tools]
+        new_parser = partial(output.parser, text[-_END_CHARS:], names, parallel=request.parallel_tool_calls)
+        form = partial(ParsedChatFormat, parser=new_parser)
+        return await self._start(request, [prompt], caller, "messages", form, output.markers(tools=bool(tools)))
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
         """Starts a text completion.
@@ -120,32 +142,79 @@ class CompletionService:
             else pack_tokens(prompt)
             for prompt in request.prompts
         ]
-        return await self._start(request, prompts, caller, "prompt", CompletionFormat)
+        form: Callable[[GenerateRequest, Vocabulary, bytes], Format] = CompletionFormat
+        if request.echo:
+            form = partial(EchoedCompletionFormat, prompts=await self.off_loop(partial(self._texts, request), caller))
+        return await self._start(request, prompts, caller, "prompt", form)
 
-    async def chat_prompt(self, messages: Sequence[Message], kwargs: Mapping[str, Any], caller: Caller) -> bytes:
-        """Returns the packed token ids of a chat, up to the start of the answer.
+    def _texts(self, request: CompletionRequest) -> list[str]:
+        decode = self.text_files.tokenizer.decode
+        return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in request.prompts]
+
+    async def chat_text(
+        self, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[Tool], caller: Caller
+    ) -> str:
+        """Returns the prompt text of a chat, up to the start of the answer.
 
         Args:
             kwargs: Additional variables for the chat template.
 
         Raises:
-            ApiError: The model has no chat template, or it refuses the chat.
+            ApiError: The model has no chat template, or it refuses the chat, or knows no tools.
         """
-        if self.text_files.template is None:
+        template = self._template(with_tools=bool(tools))
+        if tools:
+            self._check_tools_work(template)
+        written_tools = [template_tool(tool) for tool in tools]
+
+        def render() -> str:
+            return template.render([template_message(message) for message in messages], kwargs, written_tools)
+
+        text = await self.off_loop(render, caller)
+        await self.check_text(text, caller, "messages")
+        return text
+
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
+        template = self.text_files.tool_template if with_tools else self.text_files.template
+        if template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
-        dumped = [one.model_dump(exclude_none=True) for one in messages]
-        text = await self.off_loop(partial(self.text_files.template.render, dumped, kwargs), caller)
-        await self.check_text(text, caller, "messages")
-        return await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
+        return template
+
+    def _check_tools_work(self, template: ChatTemplate) -> None:
+        """Raises ApiError if the model can't be told of tools, or how it calls them is not known."""
+        if not template.knows("tools"):
+            raise invalid("tools", "This model's chat template has no tools.", code="unsupported_parameter")
+        if not self.output_format.tools:
+            message = "How this model calls tools is not known; the operator can set --tool-call-parser."
+            raise invalid("tools", message, code="unsupported_parameter")
+
+    def _template_kwargs(self, request: ChatRequest) -> Mapping[str, Any]:
+        """The template's variables, with what `reasoning_effort` means to it."""
+        effort, kwargs = request.reasoning_effort, request.chat_template_kwargs
+        if effort is None:
+            return kwargs
+        template = self._template(with_tools=bool(request.offered_tools))
+        if template.knows("reasoning_effort"):
+            return {"reasoning_effort": effort, **kwargs}
+        if template.knows("enable_thinking"):
+            return {"enable_thinking": effort != "none", **kwargs}
+        raise unsupported("reasoning_effort")
 
     def _check_call(self, request: GenerateRequest, caller: Caller) -> None:
         self.check_model(request.model)
         caller.tenant.check_priority(request.priority)
 
     async def _start(
-        self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str, form: type[Format]
+        self,
+        request: GenerateRequest,
+        prompts: list[bytes],
+        caller: Caller,
+        param: str,
+        form: Callable[[GenerateRequest, Vocabulary, bytes], Format],
+        shown: frozenset[str] = frozenset(),
     ) -> CompletionResponse:
+        """Starts the requests for the prompts. `shown` are special tokens that have text in the outputs."""
         if not self.workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         for prompt in prompts:
@@ -164,7 +233,7 @@ class CompletionService:
         ]
         root = hash_root(model.fingerprint, caller.tenant.salt)
         hashes = [await _hash(root, prompt) for prompt in prompts]
-        vocabulary, n = self.text_files.tokenizer.vocabulary, request.n
+        vocabulary, n = self.text_files.tokenizer.vocabulary_showing(shown), request.n
         choices = [
             Choice(
                 index,

@@ -13,10 +13,12 @@ import orjson
 
 from cpd.common.blocks import unpack_tokens
 from router.api.responses import (
+    ApiFinishReason,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
+    ChatMessage,
     ScoredToken,
     TextChoice,
     TextLogprobs,
@@ -42,12 +44,14 @@ class Format(ABC):
     Class attributes:
         ID: Prefix of the response id.
         KIND, CHUNK_KIND: `object` of a whole response and of a chunk.
+        PARSES: The output is parsed, which takes long for a long one.
         PLAIN: The JSON before and after the text of a chunk that has only text; `%d` is the choice's index.
     """
 
     ID: ClassVar[str]
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
+    PARSES: ClassVar[bool] = False
     PLAIN: ClassVar[tuple[bytes, bytes]]
 
     def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes) -> None:
@@ -137,9 +141,12 @@ class ChatFormat(Format):
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta = choice.take()
+        return self._chat_choice(choice, delta, {"role": "assistant", "content": delta.text, "refusal": None})
+
+    def _chat_choice(self, choice: Choice, delta: Delta, message: ChatMessage) -> ChatChoice:
         written: ChatChoice = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(delta.scores),
             "finish_reason": choice.finish,
         }
@@ -148,9 +155,12 @@ class ChatFormat(Format):
         return written
 
     def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes:
+        return self._chat_chunk(index, {"content": delta.text} if finish is None else {}, finish, delta)
+
+    def _chat_chunk(self, index: int, new: ChatDelta, finish: ApiFinishReason | None, delta: Delta) -> bytes:
         choice: ChatChunkChoice = {
             "index": index,
-            "delta": {"content": delta.text} if finish is None else {},
+            "delta": new,
             "logprobs": self._logprobs(delta.scores) if delta.scores else None,
             "finish_reason": finish,
         }
@@ -192,10 +202,15 @@ class CompletionFormat(Format):
         written = []
         for choice in choices:
             entry = self._entry(choice.index, choice.finish, choice.take())
+            entry["text"] = self._echo(choice.index // self._n) + entry["text"]
             if self._with_ids:
                 entry["prompt_token_ids"] = _ids(prompts[choice.index // self._n])
             written.append(entry)
         return self._response(written, usage)
+
+    def _echo(self, position: int) -> str:
+        """The text of a prompt, if it is part of the response."""
+        return ""
 
     def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes:
         entry = self._entry(index, finish, delta)
@@ -228,6 +243,27 @@ class CompletionFormat(Format):
         """The most likely tokens; the chosen one is always among them."""
         scored = [*score.top, (score.token_id, score.logprob)]
         return {self._token(token_id)[0]: max(logprob, LEAST_LOGPROB) for token_id, logprob in scored}
+
+
+class EchoedCompletionFormat(CompletionFormat):
+    """`text_completion` and its chunks, whose texts begin with their prompts.
+
+    Args:
+        prompts: The texts of the prompts.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes, *, prompts: Sequence[str]
+    ) -> None:
+        super().__init__(request, vocabulary, fingerprint)
+        self._prompts = prompts
+
+    def first(self, index: int, prompt: bytes) -> bytes:
+        opening = super().first(index, prompt)
+        return opening + self._chunk(index, None, Delta([self._echo(index // self._n)], [], []))
+
+    def _echo(self, position: int) -> str:
+        return self._prompts[position]
 
 
 def _tail(usage: Usage) -> bytes:

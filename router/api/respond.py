@@ -6,6 +6,7 @@ that keeps up gets each token at once. Status and headers are sent with the firs
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,6 +21,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.errors import ApiError, error_event
 from router.request_metrics import RequestMetrics
+
+INLINE_TOKENS = 256
+"""Length of the longest output that is parsed on the event loop, in about a millisecond."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -160,10 +164,18 @@ class CompletionResponse(Response):
             raise self.error
         if self.gone:
             return
-        body = self._format.whole(self._choices, [request.tokens for request in self.requests], self._usage())
+        body = await self._whole()
         headers = [*self._start_headers(b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        if not self.gone:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _whole(self) -> bytes:
+        usage, prompts = self._usage(), [request.tokens for request in self.requests]
+        whole = partial(self._format.whole, self._choices, prompts, usage)
+        if self._format.PARSES and usage["completion_tokens"] > INLINE_TOKENS:
+            return await asyncio.to_thread(whole)
+        return whole()
 
     async def _send_stream(self, send: Send) -> None:
         while self._route is None and not self._over:

@@ -9,6 +9,9 @@ from typing_extensions import TypedDict
 
 from router.dispatch.output import FinishReason
 
+ApiFinishReason = FinishReason | Literal["tool_calls"]
+"""Why a chat choice ended: `tool_calls` if it called tools and ended by itself."""
+
 
 class PromptTokensDetails(TypedDict):
     """`cached_tokens` counts the prompt tokens that came from a cache."""
@@ -53,18 +56,37 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    """A function with the text of its arguments, a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
-    """The model's message."""
+    """The model's message. `reasoning` is the same as `reasoning_content`. With one of them or calls, `content` may be
+    null."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class _ChatChoice(TypedDict):
     index: int
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ApiFinishReason | None
     token_ids: NotRequired[list[int]]
 
 
@@ -83,11 +105,30 @@ class ChatCompletion(_Completion):
     prompt_token_ids: NotRequired[list[int]]
 
 
+class CalledFunctionDelta(TypedDict):
+    """The name of a called function, or a piece of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ChatToolCallDelta(TypedDict):
+    """The start of a call, with its id and type, or a piece of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
 class ChatDelta(TypedDict):
     """New text of a choice. The first chunk has the role; the last one is empty."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCallDelta]]
 
 
 class ChatChunkChoice(_ChatChoice):

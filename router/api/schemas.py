@@ -4,13 +4,15 @@ A field is honoured, or accepted and ignored because it can't change the result,
 change the result is never ignored. `router/api/sampling.py` names the files that a sampling parameter passes through.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
+from router.api.chat_messages import Message, Tool, Tools, check_messages, check_tools, text_or_list
+from router.api.strict_model import StrictModel, allow_nulls
 from router.errors import ApiError, invalid, unsupported
 
 MAX_STOPS = 4
@@ -51,43 +53,24 @@ def _form(value: Any) -> str:
     return "<tokens>" if value and isinstance(value[0], int) else "<list>"
 
 
-def _text_or_list(value: Any) -> str:
-    return "<list>" if isinstance(value, list) else "<text>"
-
-
 _FORMS = frozenset({"<text>", "<list>", "<tokens>", "<token lists>"})
-
-
-def _allow_nulls(schema: dict[str, Any]) -> None:
-    """Allows null for any field of a JSON schema and entry of a mapping, even an unknown one: `parse` drops it."""
-    schema["additionalProperties"] = {"type": "null"}
-    for name in schema["properties"].keys() - schema.get("required", ()):
-        field = schema["properties"][name]
-        if isinstance(values := field.get("additionalProperties"), dict):
-            field["additionalProperties"] = {"anyOf": [values, {"type": "null"}]}
-            field.pop("maxProperties", None)  # nulls do not count
-        if {"type": "null"} not in field.get("anyOf", ()):
-            outer = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
-            schema["properties"][name] = outer | {"anyOf": [field, {"type": "null"}]}
 
 
 def _allow_ignored(schema: dict[str, Any]) -> None:
     """Adds the fields that `parse` accepts without honouring them to a JSON schema."""
-    _allow_nulls(schema)
-    for name in sorted(_HARMLESS):
+    allow_nulls(schema)
+    for name in sorted(_HARMLESS - schema["properties"].keys()):
         schema["properties"][name] = {"description": "Accepted and ignored: it can't change the result."}
     for name, passing in _UNSUPPORTED.items():
+        if name in schema["properties"]:
+            continue
         values = {"enum": [*passing, None]} if name != "best_of" else {"type": ["integer", "null"]}  # may also be n
         schema["properties"][name] = values | {
             "description": "Not supported: only values that have no effect are accepted."
         }
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, json_schema_extra=_allow_nulls)
-
-
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="Send the token counts of the call in the last chunk.")
@@ -97,7 +80,7 @@ class StreamOptions(_Model):
     include_obfuscation: bool = Field(False, description="Accepted and ignored: no padding is ever sent.")
 
 
-class GenerateRequest(_Model):
+class GenerateRequest(StrictModel):
     """The fields that both endpoints share."""
 
     model_config = ConfigDict(json_schema_extra=_allow_ignored)
@@ -111,7 +94,7 @@ class GenerateRequest(_Model):
     )
     stop: Annotated[
         Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("<list>")],
-        Discriminator(_text_or_list),
+        Discriminator(text_or_list),
     ] = Field(default_factory=list, description="Strings that end an output. They are not part of it.")
     include_stop_str_in_output: bool = Field(
         False, description="Extension, as in vLLM: the string or token that ends an output is part of it."
@@ -178,24 +161,6 @@ class GenerateRequest(_Model):
         raise NotImplementedError
 
 
-class TextPart(_Model):
-    """A content part. Only text is supported."""
-
-    type: Literal["text"] = Field(description="Kind of the part.")
-    text: str = Field(description="The text of the part.")
-
-
-class Message(_Model):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="Author of the message.")
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<list>")],
-        Discriminator(_text_or_list),
-    ] = Field(description="Text, or a list of text parts.")
-    name: str | None = Field(None, description="Name of the author, for chat templates that use it.")
-
-
 def _template_kwargs() -> Any:
     """The field `chat_template_kwargs`."""
     return Field(
@@ -210,12 +175,29 @@ class ChatRequest(GenerateRequest):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True, description="The chat so far.")
+    tools: Tools = Field(
+        default_factory=list, description="Tools that the model may call, if its template knows tools."
+    )
+    tool_choice: Any = Field(
+        None,
+        json_schema_extra={"enum": ["none", "auto", None]},
+        description="`auto` (the default): the model may call tools. `none`: the prompt has no tools.",
+    )
+    parallel_tool_calls: bool = Field(True, description="If false, only the first call of an output is returned.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="How much the model thinks, if its chat template knows it; `none`: not at all."
+    )
     chat_template_kwargs: dict[str, Any] = _template_kwargs()
     max_completion_tokens: Count | None = Field(None, description="As `max_tokens`; takes precedence over it.")
     logprobs: bool = Field(False, description="Return log-probabilities of the output's tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="Number of likeliest tokens to return for each position. Only valid with `logprobs`."
     )
+
+    @property
+    def offered_tools(self) -> Sequence[Tool]:
+        """The tools that the model sees and may call."""
+        return () if self.tool_choice == "none" else self.tools
 
     @property
     def alternatives(self) -> int | None:
@@ -245,6 +227,8 @@ class CompletionRequest(GenerateRequest):
         None, description="Return log-probabilities of the output's tokens, and of this many likeliest ones."
     )
 
+    echo: bool = Field(False, description="Outputs begin with their prompt. Not with `logprobs`.")
+
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
@@ -262,7 +246,7 @@ class CompletionRequest(GenerateRequest):
         return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-class TokenizeRequest(_Model):
+class TokenizeRequest(StrictModel):
     """The body of `POST /tokenize`."""
 
     model: str | None = Field(None, description="Name of the model; may be left out.")
@@ -270,6 +254,7 @@ class TokenizeRequest(_Model):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="A chat, as of `/v1/chat/completions`."
     )
+    tools: Tools = Field(default_factory=list, description="With `messages`: tools that the model may call.")
     chat_template_kwargs: dict[str, Any] = _template_kwargs()
     add_special_tokens: bool = Field(
         True, description="With `prompt`: add the tokens that the tokenizer puts around a text, such as BOS."
@@ -278,7 +263,7 @@ class TokenizeRequest(_Model):
     return_token_strs: bool = Field(False, description="Return the text of each token.")
 
 
-class DetokenizeRequest(_Model):
+class DetokenizeRequest(StrictModel):
     """The body of `POST /detokenize`."""
 
     model: str | None = Field(None, description="Name of the model; may be left out.")
@@ -287,7 +272,7 @@ class DetokenizeRequest(_Model):
 
 R = TypeVar("R", bound=GenerateRequest)
 C = TypeVar("C", TokenizeRequest, DetokenizeRequest)
-M = TypeVar("M", bound=_Model)
+M = TypeVar("M", bound=StrictModel)
 
 _HARMLESS = frozenset(
     {
@@ -324,7 +309,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Known fields that are refused, with the values that have no effect and are accepted."""
+"""Known fields that are refused, with the values that have no effect and are accepted; some of them only where an
+endpoint does not honour them."""
 
 _NOT_HONOURED = _HARMLESS | _UNSUPPORTED.keys()
 
@@ -341,7 +327,7 @@ def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, floa
     """
     data = _load(body)
     if not _NOT_HONOURED.isdisjoint(data):
-        _take_out(data)
+        _take_out(data, kind)
     request = _validate(body, data, kind, defaults)
     _check(request, max_n)
     return request
@@ -358,6 +344,8 @@ def parse_conversion(body: bytes, kind: type[C]) -> C:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "Give either 'prompt' or 'messages'.", code="missing_required_parameter")
         _check_template_kwargs(request.chat_template_kwargs)
+        check_messages(request.messages or ())
+        check_tools(request.tools, None)
     return request
 
 
@@ -405,13 +393,14 @@ def _too_deep() -> ApiError:
     return invalid(None, f"The body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
 
 
-def _take_out(fields: dict[str, Any]) -> None:
+def _take_out(fields: dict[str, Any], kind: type[GenerateRequest]) -> None:
     """Removes the fields that are not honoured; raises ApiError if an unsupported one would have an effect."""
-    for name in _UNSUPPORTED.keys() & fields.keys():
+    honoured = kind.model_fields.keys()
+    for name in (_UNSUPPORTED.keys() & fields.keys()) - honoured:
         value = fields.pop(name)
         if not any(_same(value, passing) for passing in (None, *_passing(name, fields))):
             raise unsupported(name)
-    for name in _HARMLESS & fields.keys():
+    for name in (_HARMLESS & fields.keys()) - honoured:
         del fields[name]
 
 
@@ -442,8 +431,12 @@ def _check(request: GenerateRequest, max_n: int) -> None:
         raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     if request.output_limit is not None and request.min_tokens > request.output_limit:
         raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens' ({request.output_limit}).")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise invalid("echo", "'echo' is not allowed with 'logprobs': prompts have no log-probabilities.")
     if isinstance(request, ChatRequest):
         _check_template_kwargs(request.chat_template_kwargs)
+        check_messages(request.messages)
+        check_tools(request.tools, request.tool_choice)
     for key in request.logit_bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"'logit_bias' must be keyed by token ids, but has {key[:20]!r}.")
@@ -457,9 +450,11 @@ def _check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Removes fields that are null, at any depth. Chat templates expect that, too."""
+    """Removes fields that are null, at any depth. Chat templates expect that, too. The schemas of tools keep theirs."""
     if isinstance(value, dict):
-        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: item if key == "parameters" else _drop_nulls(item) for key, item in value.items() if item is not None
+        }
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_drop_nulls(item) for item in value]
     return value

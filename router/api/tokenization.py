@@ -24,7 +24,8 @@ async def tokenize(service: CompletionService, request: TokenizeRequest, caller:
         service.check_model(request.model)
     tokenizer = service.text_files.tokenizer
     if request.messages is not None:
-        packed = await service.chat_prompt(request.messages, request.chat_template_kwargs, caller)
+        text = await service.chat_text(request.messages, request.chat_template_kwargs, request.tools, caller)
+        packed = await tokenizer.encode_chat(text, caller.tenant.salt)
     else:
         prompt = request.prompt or ""
         await service.check_text(prompt, caller, "prompt")

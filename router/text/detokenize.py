@@ -41,14 +41,19 @@ class Vocabulary:
     """The bytes and text of each token of a tokenizer.
 
     Special tokens have no text in an output, as with `skip_special_tokens` of transformers.
+
+    Args:
+        shown: Special tokens that have their name as text, for what parses it.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, shown: frozenset[str] = frozenset()) -> None:
         self._backend = backend
         self._byte_level = _is_byte_level(backend)
         self._byte_of = _byte_alphabet()
         self._special = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special and token.content not in shown
         )
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}

@@ -31,7 +31,7 @@ class StopMatcher:
             self._held = ""
             end, start = min(ends)
             return text[: end if self._include else start]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -41,8 +41,8 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`; `text` does not contain `stop`."""
+def overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`; `text` does not contain `stop`."""
     first = max(0, len(text) - len(stop) + 1)
     while (first := text.find(stop[0], first)) >= 0:
         if stop.startswith(text[first:]):

@@ -48,25 +48,39 @@ class ChatTemplate:
         source: The Jinja source.
         special_tokens: Variables for the template, such as `bos_token`.
 
+    Attributes:
+        source: The Jinja source.
+
     Raises:
         CheckpointError: The source is not a valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _compile(source)
+            self._template, self._loaded = _compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}") from None
+        self.source = source
         own: dict[str, Any] = {"messages": (), "tools": None, "documents": None, "add_generation_prompt": True}
         self._variables: Mapping[str, Any] = {**special_tokens, **own}
         self._knows_developer = "developer" in source
         self._takes_parts = self._probe_parts()
 
-    def render(self, messages: Sequence[Message], kwargs: Mapping[str, Scalar] = MappingProxyType({})) -> str:
+    def knows(self, variable: str) -> bool:
+        """True if the template reads a variable."""
+        return variable in self._loaded
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Scalar] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Renders the prompt text for `messages`, up to the start of the assistant's answer.
 
         Args:
             kwargs: Additional variables for the template, such as Qwen3's `enable_thinking`.
+            tools: The tools that the model may call, in OpenAI's format.
 
         Raises:
             ApiError: The template refuses these messages (such as roles in an order that the model doesn't know), or
@@ -75,12 +89,18 @@ class ChatTemplate:
         if taken := self._variables.keys() & kwargs:
             raise invalid("chat_template_kwargs", f"'chat_template_kwargs' can't set '{min(taken)}'.")
         try:
-            return self._render([self._adapt(message) for message in messages], kwargs)
+            return self._render([self._adapt(message) for message in messages], kwargs, tools)
         except _REFUSALS as error:
             raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
 
-    def _render(self, messages: Sequence[Message], kwargs: Mapping[str, Scalar] = MappingProxyType({})) -> str:
-        return self._template.render({**kwargs, **self._variables, "messages": messages, _CLOCK: _Clock()})
+    def _render(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Scalar] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        own = {"messages": messages, "tools": tools or None, _CLOCK: _Clock()}
+        return self._template.render({**kwargs, **self._variables, **own})
 
     def _adapt(self, message: Message) -> Message:
         """Converts a message of OpenAI's API into the form that this template takes."""
@@ -100,10 +120,13 @@ class ChatTemplate:
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
 
-def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any], *, for_tools: bool = False) -> str | None:
     """Returns the source of the model's default chat template; None if it has none.
 
     `chat_template.jinja` has precedence over `tokenizer_config.json`, which has a string or a list of named templates.
+
+    Args:
+        for_tools: The template for chats with tools. If there is none named `tool_use`, it is the default one.
 
     Raises:
         CheckpointError: There are several templates and none of them is the default.
@@ -117,7 +140,7 @@ def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str |
     if isinstance(found, dict):
         if "default" not in found:
             raise CheckpointError(f"{model_dir} has several chat templates, but none of them is named 'default'")
-        found = found["default"]
+        found = found.get("tool_use", found["default"]) if for_tools else found["default"]
     return found if isinstance(found, str) else None
 
 
@@ -171,15 +194,17 @@ _CLOCK = "_clock"
 """The template's variable with its clock."""
 
 
-def _compile(source: str) -> jinja2.Template:
-    """Compiles a template that looks at its clock."""
+def _compile(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """Compiles a template that looks at its clock. Returns also the names of the variables that it reads."""
     environment = _environment()
     tree = environment.parse(source)
+    loaded = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
     looping: tuple[type[nodes.For | nodes.Macro | nodes.CallBlock], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
     for node in tree.find_all(looping):
         look = nodes.ExprStmt(nodes.Call(nodes.Name(_CLOCK, "load"), [], [], None, None))
         node.body.insert(0, look.set_lineno(node.lineno).set_environment(environment))
-    return jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
+    code = environment.compile(tree)
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None)), loaded
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

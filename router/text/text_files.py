@@ -18,12 +18,14 @@ class TextFiles:
     Attributes:
         name: The model's name in the API.
         template: The chat template; None for a base model.
+        tool_template: The chat template for chats with tools, often the same one.
         eos_ids: Tokens that end an output.
     """
 
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    tool_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
 
 
@@ -43,11 +45,16 @@ def load_text_files(model_dir: Path, served_name: str = "") -> TextFiles:
         )
     config = read_json(model_dir / "tokenizer_config.json")
     tokenizer = load_tokenizer(model_dir, config)
-    source = read_template(model_dir, config)
+    source, tool_source = read_template(model_dir, config), read_template(model_dir, config, for_tools=True)
+    template = ChatTemplate(source, special_tokens(config)) if source is not None else None
+    tool_template = template
+    if tool_source is not None and tool_source != source:
+        tool_template = ChatTemplate(tool_source, special_tokens(config))
     return TextFiles(
         name=served_name or model_dir.resolve().name,
         tokenizer=tokenizer,
-        template=ChatTemplate(source, special_tokens(config)) if source is not None else None,
+        template=template,
+        tool_template=tool_template,
         eos_ids=_eos_ids(model_dir, config, tokenizer),
     )
 

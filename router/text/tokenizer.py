@@ -59,6 +59,16 @@ class Tokenizer:
         self.threads = FairThreads()
         self._words = WordCache(self._encode_whole) if can_cut_at_spaces(backend) else None
         self._before, self._after = _special_tokens_around(backend)
+        self._showing: dict[frozenset[str], Vocabulary] = {}
+
+    def vocabulary_showing(self, tokens: frozenset[str]) -> Vocabulary:
+        """The vocabulary in which these special tokens have text. There are few sets of them, and each is kept."""
+        if not tokens:
+            return self.vocabulary
+        found = self._showing.get(tokens)
+        if found is None:
+            found = self._showing[tokens] = Vocabulary(self.backend, tokens)
+        return found
 
     async def encode(self, text: str, owner: bytes = b"", *, special_tokens: bool = True) -> bytes:
         """Returns packed token ids of `text`, with the tokenizer's own `special_tokens` around it (such as BOS)."""

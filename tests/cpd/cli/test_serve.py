@@ -23,6 +23,11 @@ ONE_WORKER = ["--model", "m", "--prefill", "0", "--combined", "1"]
         ("--enable-prefix-caching --trust-remote-code --host 0.0.0.0", "--host 0.0.0.0"),
         ("--generation-config vllm --seed 0", "--sampling-defaults openai"),
         ("--slo-itl 20 --host-kv-memory 8GiB", "--slo-itl 20 --host-kv-memory 8GiB"),
+        (
+            "--enable-auto-tool-choice --tool-call-parser llama4_pythonic --reasoning-parser=qwen3",
+            "--tool-call-parser pythonic --reasoning-parser think",
+        ),
+        ("--tool_call_parser hermes --reasoning-parser none", "--tool-call-parser hermes --reasoning-parser none"),
         ("--served-model-name a=b", "--served-model-name a=b"),
     ],
 )
@@ -48,7 +53,12 @@ def test_what_would_change_the_result_is_refused(vllm: str, message: str) -> Non
 
 def test_every_flag_that_is_translated_to_exists() -> None:
     flags = {"--" + name.replace("_", "-") for name in ClusterSettings.model_fields}
-    targets = {*serve.RENAMED.values(), "--sampling-defaults", *(part for part in ONE_WORKER if part.startswith("--"))}
+    targets = {
+        *serve.RENAMED.values(),
+        *serve.OTHER_NAMES,
+        "--sampling-defaults",
+        *(part for part in ONE_WORKER if part.startswith("--")),
+    }
     assert targets <= flags
     assert not flags & {*serve.RENAMED, *serve.WITHOUT_EFFECT, *serve.ONE_VALUE, *serve.MISSING}
     assert set(serve.SHORT.values()) <= {*serve.RENAMED, *serve.ONE_VALUE, *serve.MISSING}

@@ -230,6 +230,25 @@ class TestCompletions:
             assert answer["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[1])
         assert [unpack_tokens(submit.tokens).tolist() for submit in worker.submits] == [*ids, *ids]
 
+    @pytest.mark.parametrize("ids", [False, True])
+    async def test_outputs_begin_with_their_prompts_on_request(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, tokenizer: Tokenizer, ids: bool
+    ) -> None:
+        router = await start_router(await start_worker(says("the fox", "lazy")))
+        texts = ["the dog: 你", "over"]
+        prompt = [tokenizer.encode(text).ids for text in texts] if ids else texts
+        asked = TEXT | {"prompt": prompt, "n": 2, "echo": True, "return_token_ids": ids}
+        body = (await router.http.post("/v1/completions", json=asked)).json()
+        expected = [prompt + output for prompt in texts for output in ("the fox", "lazy")]
+        assert [choice["text"] for choice in body["choices"]] == expected
+        *events, _ = await _events(router, "/v1/completions", asked)
+        streamed = ["", "", "", ""]
+        for event in events:
+            streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert streamed == expected
+        with_ids = [event["choices"][0] for event in events if "prompt_token_ids" in event["choices"][0]]
+        assert [choice["text"] for choice in with_ids] == ([texts[0]] * 2 + [texts[1]] * 2 if ids else [])
+
     async def test_token_ids_in_the_stream(self, router: Router, tokenizer: Tokenizer) -> None:
         *events, _ = await _events(router, "/v1/completions", TEXT | {"return_token_ids": True})
         choices = [event["choices"][0] for event in events]

@@ -26,6 +26,13 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"user": "me", "metadata": {"a": 1}},
     {"tools": [], "best_of": 1, "echo": False},
     {"tools": [{}]},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}]},
+    {"tools": [{"type": "function", "function": {"name": "f g"}}]},
+    {"tool_choice": "auto", "parallel_tool_calls": False},
+    {"tool_choice": "required"},
+    {"reasoning_effort": "low"},
+    {"reasoning_effort": "much"},
+    {"reasoning_effort": None},
     {"echo": 0},
     {"best_of": True},
     {"echo": True},
@@ -171,7 +178,7 @@ def test_every_field_of_a_request_is_listed(
     for name in listed.keys() & kind.model_fields.keys():
         assert listed[name]["description"].endswith("."), name
     assert listed["user"]["description"].startswith("Accepted and ignored")
-    assert listed["tools"]["enum"] == [[], None]
+    assert listed["functions"]["enum"] == [[], None]
     assert "anyOf" in listed["priority"]
     assert "Extension" in listed["priority"]["description"]
     assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id", "x-request-timeout-ms"}

@@ -4,6 +4,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
+from router.api.chat_messages import template_message, template_tool
 from router.api.schemas import MAX_PARTS, ChatRequest, CompletionRequest, parse
 from router.errors import ApiError
 
@@ -70,7 +71,7 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "tools": [],
-        "tool_choice": "none",
+        "functions": [],
         "response_format": {"type": "text"},
         "modalities": ["text"],
     }
@@ -81,13 +82,11 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "high"),
         ("verbosity", "low"),
         ("web_search_options", {}),
         ("echo", True),
@@ -117,7 +116,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(field: str, val
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_type"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_value"),
         (
@@ -127,8 +126,8 @@ def test_fields_that_would_change_the_result_are_refused_by_name(field: str, val
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            "unknown_parameter",
+            "messages[0].tool_calls[0].id",
+            "missing_required_parameter",
         ),
         ({"temperature": "1"}, "temperature", "invalid_type"),
         ({"temperature": True}, "temperature", "invalid_type"),
@@ -258,3 +257,101 @@ def test_completions_take_up_to_five_logprobs() -> None:
     assert _text(logprobs=5).alternatives == 5
     with pytest.raises(ApiError):
         _text(logprobs=6)
+
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "y"}]},
+]
+
+
+def _with_function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
+def test_tools_and_calls_are_honoured() -> None:
+    schema = {"type": "object", "properties": {"x": {"default": None, "enum": [1, None]}}}
+    request = _chat(
+        messages=CALLS,
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        **_with_function(parameters=schema, strict=False, description=None),
+    )
+    assert template_tool(request.tools[0]) == {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert template_message(request.messages[1]) == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+    assert template_message(request.messages[2])["tool_call_id"] == "a"
+    assert request.offered_tools == request.tools
+    assert _chat(tools=[TOOL], tool_choice="none").offered_tools == ()
+
+
+def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> None:
+    for names in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
+        message = {"role": "assistant", "content": None, **dict.fromkeys(names, "I see.")}
+        written = template_message(_chat(messages=[message]).messages[0])
+        assert written == {"role": "assistant", "content": "", "reasoning_content": "I see."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "invalid_value"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+        ({"tools": {}}, "tools", "invalid_type"),
+        ({"tools": [TOOL] * 129}, "tools", "invalid_value"),
+        (_with_function(description="x" * (1 << 18)), "tools", "invalid_value"),
+        (_with_function(name="a b"), "tools[0].function.name", "invalid_value"),
+        (_with_function(name=""), "tools[0].function.name", "invalid_value"),
+        (_with_function(name="f\n"), "tools[0].function.name", "invalid_value"),
+        (_with_function(name="x" * 65), "tools[0].function.name", "invalid_value"),
+        (_with_function(parameters=[]), "tools[0].function.parameters", "invalid_type"),
+        (_with_function(parameters={"type": "array"}), "tools[0].function.parameters", "invalid_value"),
+        (_with_function(other=1), "tools[0].function.other", "unknown_parameter"),
+        (_with_function(strict=True), "tools[0].function.strict", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice", "unsupported_parameter"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "invalid_type"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
+        ({"messages": [CALLS[0], CALLS[2]]}, "messages[1].tool_call_id", "invalid_value"),
+        ({"messages": [CALLS[2], CALLS[1]]}, "messages[0].tool_call_id", "invalid_value"),
+        ({"messages": [CALLS[1] | {"role": "user", "content": "x"}]}, "messages[0].tool_calls", "invalid_value"),
+        ({"messages": [CALLS[0] | {"tool_call_id": "a"}]}, "messages[0].tool_call_id", "invalid_value"),
+        ({"messages": [CALLS[0] | {"reasoning": "x"}]}, "messages[0].reasoning_content", "invalid_value"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing_required_parameter"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "missing_required_parameter"),
+        *(
+            (
+                {
+                    "messages": [
+                        {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": wrong}}]}
+                    ]
+                },
+                "messages[0].tool_calls[0].function.arguments",
+                code,
+            )
+            for wrong, code in (
+                ("{", "invalid_value"),
+                ("[1]", "invalid_value"),
+                ('{"a": "\\u0000"}', "invalid_value"),
+                ({}, "invalid_type"),
+            )
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_tools_and_calls_are_named(fields: dict[str, Any], param: str, code: str) -> None:
+    error = _error(orjson.dumps(CHAT | fields))
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_completions_echo_their_prompt_but_not_with_logprobs() -> None:
+    assert _text(echo=True).echo
+    with pytest.raises(ApiError, match="'echo' is not allowed with 'logprobs'"):
+        _text(echo=True, logprobs=0)

@@ -65,6 +65,60 @@ def test_renders_what_transformers_renders(
         assert ours.render(chat) == expected
 
 
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": 'The weather <now> & "here", 你好',
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "How is it?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "abc123xyz",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, None]}},
+            },
+            {"id": "abc123xy2", "type": "function", "function": {"name": "now", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abc123xyz", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "abc123xy2", "content": "noon"},
+    {"role": "user", "content": "And now?"},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes-tools", "llama3-tools", "mistral-tools"])
+@pytest.mark.parametrize("chat", [CHATS["turns"], CALLS], ids=["question", "calls and results"])
+def test_tools_and_calls_are_what_transformers_renders(
+    name: str, chat: list[dict[str, Any]], oracle: PreTrainedTokenizerFast
+) -> None:
+    source = next(path for path in TEMPLATES if path.stem == name).read_text()
+    ours = ChatTemplate(source, SPECIAL)
+    assert ours.knows("tools")
+    given: list[Any] = [TOOLS, []]
+    for tools in given:
+        expected = oracle.apply_chat_template(
+            chat, tools=tools or None, chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+        assert ours.render(chat, tools=tools) == expected
+    assert TOOLS[0]["function"]["name"] in ours.render(chat, tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma3", "llama2", "qwen3"])
+def test_templates_without_tools_are_recognised(name: str) -> None:
+    source = next(path for path in TEMPLATES if path.stem == name).read_text()
+    assert not ChatTemplate(source, SPECIAL).knows("tools")
+
+
 def test_content_parts_are_passed_to_a_template_that_supports_them(oracle: PreTrainedTokenizerFast) -> None:
     source = next(path for path in TEMPLATES if path.stem == "gemma3").read_text()
     parts = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
@@ -175,6 +229,9 @@ class TestReadTemplate:
     def test_the_default_of_several_is_taken(self, tmp_path: Path) -> None:
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         assert read_template(tmp_path, {"chat_template": named}) == "d"
+        assert read_template(tmp_path, {"chat_template": named}, for_tools=True) == "t"
+        assert read_template(tmp_path, {"chat_template": named[1:]}, for_tools=True) == "d"
+        assert read_template(tmp_path, {"chat_template": "one"}, for_tools=True) == "one"
         assert read_template(tmp_path, json.loads('{"chat_template": {"default": "d", "rag": "r"}}')) == "d"
 
     def test_several_without_a_default_are_refused(self, tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""The messages and tools of a chat: their fields, what is valid, and the form that chat templates take."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Discriminator, Field, Tag
+
+from router.api.strict_model import StrictModel
+from router.errors import ApiError, invalid, unsupported
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 18
+"""Limit on the tools of a request as JSON."""
+
+_PLAIN_FIELDS = {"role", "content"}
+"""Fields of a message that has no others to check."""
+
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+"""An escaped NUL character in JSON; a backslash before it may be escaped itself."""
+
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def text_or_list(value: Any) -> str:
+    """The form of a text, for pydantic's errors."""
+    return "<list>" if isinstance(value, list) else "<text>"
+
+
+class TextPart(StrictModel):
+    """A content part. Only text is supported."""
+
+    type: Literal["text"] = Field(description="Kind of the part.")
+    text: str = Field(description="The text of the part.")
+
+
+class CalledFunction(StrictModel):
+    """The function of a tool call."""
+
+    name: str = Field(min_length=1, max_length=256, description="Name of the tool.")
+    arguments: str = Field(description="Arguments: the text of a JSON object.")
+
+
+class ToolCall(StrictModel):
+    """A call that the model made in an earlier message."""
+
+    id: str = Field(min_length=1, max_length=256, description="Id of the call, to which its result refers.")
+    type: Literal["function"] = Field("function", description="Kind of the tool.")
+    function: CalledFunction = Field(description="What was called.")
+    index: int | None = Field(None, description="Accepted and ignored: clients take it over from a stream.")
+
+
+class Message(StrictModel):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Author of the message.")
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<list>")],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = Field(
+        None, description="Text, or a list of text parts. Only an assistant that calls tools or reasons may have none."
+    )
+    name: str | None = Field(None, description="Name of the author, for chat templates that use it.")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Tools that the assistant called."
+    )
+    tool_call_id: str | None = Field(None, description="The call whose result this is, with the role `tool`.")
+    reasoning_content: str | None = Field(
+        None, description="Extension: what the assistant thought before its answer, for chat templates that use it."
+    )
+    reasoning: str | None = Field(None, description="Extension: the same as `reasoning_content`, by vLLM's new name.")
+
+
+class Function(StrictModel):
+    """A function that the model may call."""
+
+    name: ToolName = Field(description="Name: up to 64 letters, digits, `_` and `-`.")
+    description: str | None = Field(None, description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, of type object.")
+    strict: bool | None = Field(
+        None, json_schema_extra={"enum": [False, None]}, description="Not supported: only false is accepted."
+    )
+
+
+class Tool(StrictModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = Field(description="Kind of the tool.")
+    function: Function = Field(description="The function.")
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Checks the fields of messages that depend on each other.
+
+    Raises:
+        ApiError: A message lacks a field, or has one that its role can't have, or a result is of no earlier call.
+    """
+    calls: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.model_fields_set == _PLAIN_FIELDS and message.role != "tool":
+            continue  # nearly always
+        path = f"messages[{index}]"
+        is_assistant = message.role == "assistant"
+        if message.content is None and not (is_assistant and (message.tool_calls or reasoning_of(message))):
+            raise _missing(f"{path}.content")
+        if message.tool_calls is not None:
+            if not is_assistant:
+                raise invalid(f"{path}.tool_calls", f"'{path}.tool_calls' is only allowed with the role assistant.")
+            calls.update(call.id for call in message.tool_calls)
+            for position, call in enumerate(message.tool_calls):
+                _arguments(call.function.arguments, f"{path}.tool_calls[{position}].function.arguments")
+        if not is_assistant and reasoning_of(message) is not None:
+            name = f"{path}.reasoning_content"
+            raise invalid(name, f"'{name}' is only allowed with the role assistant.")
+        if message.role == "tool":
+            if message.tool_call_id is None:
+                raise _missing(f"{path}.tool_call_id")
+            if message.tool_call_id not in calls:
+                name = f"{path}.tool_call_id"
+                raise invalid(name, f"'{name}' is not the id of a tool call in an earlier message.")
+        elif message.tool_call_id is not None:
+            raise invalid(f"{path}.tool_call_id", f"'{path}.tool_call_id' is only allowed with the role tool.")
+
+
+def check_tools(tools: Sequence[Tool], tool_choice: Any) -> None:
+    """Checks what a request says about tools.
+
+    Raises:
+        ApiError: The tools are too many, or ambiguous, or one can't be called; or the choice is not supported.
+    """
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}].function"
+        if tool.function.name in names:
+            raise invalid(f"{path}.name", f"'{path}.name': there are several tools '{tool.function.name}'.")
+        names.add(tool.function.name)
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise invalid(f"{path}.parameters", f"'{path}.parameters' must be a JSON schema of type object.")
+    if tools and len(orjson.dumps([tool.model_dump() for tool in tools])) > MAX_TOOLS_BYTES:
+        raise invalid("tools", f"'tools' must be at most {MAX_TOOLS_BYTES} bytes of JSON.")
+    refuse_forced_calls(tools, tool_choice)
+
+
+def refuse_forced_calls(tools: Sequence[Tool], tool_choice: Any) -> None:
+    """Raises ApiError for what needs outputs that follow a grammar: calls that must come, and `strict` arguments."""
+    if tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice")
+    for index, tool in enumerate(tools):
+        if tool.function.strict:
+            raise unsupported(f"tools[{index}].function.strict")
+
+
+def reasoning_of(message: Message) -> str | None:
+    """What the assistant thought before this message."""
+    return message.reasoning if message.reasoning_content is None else message.reasoning_content
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """Returns a message for a chat template: the arguments of calls are objects, as templates expect."""
+    written = message.model_dump(exclude_none=True)
+    if message.role != "assistant":
+        return written
+    written.setdefault("content", "")
+    if (reasoning := written.pop("reasoning", None)) is not None:
+        written.setdefault("reasoning_content", reasoning)
+    written.pop("tool_calls", None)
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, "messages"),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return written
+
+
+def template_tool(tool: Tool) -> dict[str, Any]:
+    """Returns a tool for a chat template. The fields have one order, whatever the client's: prompts are cached."""
+    function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
+    if tool.function.parameters is not None:
+        function["parameters"] = tool.function.parameters  # with its own nulls
+    return {"type": tool.type, "function": function}
+
+
+def _arguments(text: str, path: str) -> dict[str, Any]:
+    """Returns the arguments of a call. An empty text is no arguments."""
+    try:
+        arguments = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        raise invalid(path, f"'{path}' is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise invalid(path, f"'{path}' must be the text of a JSON object.")
+    if _NUL.search(text) is not None:
+        raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
+    return arguments
+
+
+def _missing(path: str) -> ApiError:
+    return invalid(path, f"Missing required parameter: '{path}'.", code="missing_required_parameter")

@@ -1,0 +1,147 @@
+"""Both parsers of an output together, and the choice of the parsers that fit a model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from router.text.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from router.text.parsers.hermes import HermesParser
+from router.text.parsers.json_calls import JsonParser
+from router.text.parsers.llama_json import LlamaJsonParser
+from router.text.parsers.mistral import MistralParser
+from router.text.parsers.pythonic import PythonicParser
+from router.text.parsers.reasoning import TAGS, ReasoningParser
+from router.text.parsers.tool_calls import SPACE, ToolCallParser
+
+TOOL_PARSERS: Mapping[str, type[ToolCallParser]] = {
+    "hermes": HermesParser,
+    "json": JsonParser,
+    "llama3_json": LlamaJsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}
+"""The parsers of tool calls, by the names that vLLM has for them where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a model writes reasoning and tool calls; an empty name for one that is not parsed.
+
+    Attributes:
+        tools: A name of TOOL_PARSERS.
+        reasoning: A name of TAGS.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+
+    def markers(self, *, tools: bool) -> frozenset[str]:
+        """Texts that a parser looks for, with or without the request's `tools`."""
+        markers = TAGS[self.reasoning] if self.reasoning else ()
+        return frozenset(markers + TOOL_PARSERS[self.tools].MARKERS if tools else markers)
+
+    def parser(self, prompt: str, tools: Sequence[str], *, parallel: bool) -> "OutputParser":
+        """Returns a parser for one output.
+
+        Args:
+            prompt: The end of the prompt's text.
+            tools: Names of the tools that the model may call.
+            parallel: The model may call several.
+        """
+        reasoning = None
+        if self.reasoning:
+            tags = TAGS[self.reasoning]
+            reasoning = ReasoningParser(tags, inside=prompt.rstrip(SPACE).endswith(tags[0]))
+        return OutputParser(reasoning, TOOL_PARSERS[self.tools](frozenset(tools)) if tools else None, parallel=parallel)
+
+
+def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> OutputFormat:
+    """Returns the format of a model's outputs.
+
+    Args:
+        template: Source of its chat template.
+        tools, reasoning: Names of parsers; `none`; or `auto`, which looks for what each format has in its template.
+    """
+    tools = _detect_tools(template) if tools == "auto" else tools
+    reasoning = _detect_reasoning(template) if reasoning == "auto" else reasoning
+    return OutputFormat(tools.removesuffix("none"), reasoning.removesuffix("none"))
+
+
+def _detect_tools(template: str) -> str:
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        # other models write parameters as XML between the same tags
+        return "none" if "<function=" in template or "<arg_key>" in template else "hermes"
+    if "<|python_start|>" in template or "func_name1(" in template:
+        return "pythonic"
+    if "<|python_tag|>" in template or ('"parameters": ' in template and '{"name": ' in template):
+        return "llama3_json"
+    return "none"
+
+
+def _detect_reasoning(template: str) -> str:
+    return next((name for name, tags in TAGS.items() if tags[1] in template or tags[0] in template), "none")
+
+
+class OutputParser:
+    """Splits one output into reasoning, content and tool calls.
+
+    Args:
+        parallel: Without it, calls behind the first one are left out.
+
+    Attributes:
+        has_calls: There was a tool call.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, *, parallel: bool = True
+    ) -> None:
+        self.has_calls = False
+        self._reasoning = reasoning
+        self._tools = tools
+        self._parallel = parallel
+
+    def push(self, text: str) -> list[Event]:
+        """Adds text and returns what is certain now."""
+        events = self._reasoning.push(text) if self._reasoning is not None else [Content(text)]
+        return self._filtered(self._with_calls(events))
+
+    def flush(self, *, cut: bool) -> list[Event]:
+        """Returns the rest, after the last text.
+
+        Args:
+            cut: The output ended at its limit, not by itself.
+        """
+        events = self._with_calls(self._reasoning.flush() if self._reasoning is not None else [])
+        if self._tools is not None:
+            events += self._tools.flush(cut=cut)
+        return self._filtered(events)
+
+    def _with_calls(self, events: Sequence[Event]) -> list[Event]:
+        if self._tools is None:
+            return list(events)
+        parts = [self._tools.push(event.text) if isinstance(event, Content) else [event] for event in events]
+        return [event for part in parts for event in part]
+
+    def _filtered(self, events: list[Event]) -> list[Event]:
+        calls = (CallStart, CallArguments)
+        if not self._parallel:
+            events = [event for event in events if not (isinstance(event, calls) and event.index)]
+        self.has_calls = self.has_calls or any(isinstance(event, CallStart) for event in events)
+        return joined(events)
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """Returns the events with adjacent ones of one kind as one."""
+    result: list[Event] = []
+    for event in events:
+        match result[-1] if result else None, event:
+            case Content(before), Content(text):
+                result[-1] = Content(before + text)
+            case Reasoning(before), Reasoning(text):
+                result[-1] = Reasoning(before + text)
+            case CallArguments(index, before), CallArguments(same, text) if index == same:
+                result[-1] = CallArguments(index, before + text)
+            case _:
+                result.append(event)
+    return result
