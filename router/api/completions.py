@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
+from cpd.grammar.grammar import Grammar
 from router.api.openai import ChatFormat, CompletionFormat, Format
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, Message
+from router.api.structured import GrammarChecker, grammar_of
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -77,6 +79,7 @@ class CompletionService:
         self.workers = workers
         self.metrics = metrics
         self.settings = settings
+        self._grammars = GrammarChecker(text_files.tokenizer.threads)
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
         self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
@@ -101,8 +104,9 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
+        grammar = await self._grammar(request, caller)
         prompt = await self.chat_prompt(request.messages, request.chat_template_kwargs, caller)
-        return await self._start(request, [prompt], caller, "messages", ChatFormat)
+        return await self._start(request, [prompt], caller, "messages", ChatFormat, grammar)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
         """Starts a text completion.
@@ -111,6 +115,7 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
+        grammar = await self._grammar(request, caller)
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 await self.check_text(prompt, caller, "prompt")
@@ -120,7 +125,7 @@ class CompletionService:
             else pack_tokens(prompt)
             for prompt in request.prompts
         ]
-        return await self._start(request, prompts, caller, "prompt", CompletionFormat)
+        return await self._start(request, prompts, caller, "prompt", CompletionFormat, grammar)
 
     async def chat_prompt(self, messages: Sequence[Message], kwargs: Mapping[str, Any], caller: Caller) -> bytes:
         """Returns the packed token ids of a chat, up to the start of the answer.
@@ -143,8 +148,29 @@ class CompletionService:
         self.check_model(request.model)
         caller.tenant.check_priority(request.priority)
 
+    async def _grammar(self, request: GenerateRequest, caller: Caller) -> Grammar | None:
+        """Returns the grammar that the output must follow, checked; None if there is none."""
+        found = grammar_of(request)
+        if found is None:
+            return None
+        param, grammar = found
+        if not (self.text_files.eos_ids or request.stop_token_ids):
+            reason = "the model has no end-of-sequence token, so an output could not end; give 'stop_token_ids'"
+            raise invalid(param, f"'{param}' can't be used: {reason}.", code="unsupported_parameter")
+        await self._grammars.check(param, grammar, caller.tenant.salt)
+        if self.workers.ready and not self.workers.any_with_grammars:
+            reason = "no worker of this cluster can constrain outputs"
+            raise invalid(param, f"'{param}' can't be used: {reason}.", code="unsupported_parameter")
+        return grammar
+
     async def _start(
-        self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str, form: type[Format]
+        self,
+        request: GenerateRequest,
+        prompts: list[bytes],
+        caller: Caller,
+        param: str,
+        form: type[Format],
+        grammar: Grammar | None,
     ) -> CompletionResponse:
         if not self.workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
@@ -159,6 +185,7 @@ class CompletionService:
                 max_tokens=request.output_limit or model.max_model_len - len(prompt) // TOKEN_BYTES,
                 vocab_size=model.vocab_size,
                 eos_ids=self.text_files.eos_ids,
+                grammar=grammar,
             )
             for prompt in prompts
         ]
