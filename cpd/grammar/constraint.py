@@ -60,7 +60,7 @@ class TokenConstraint:
             words = np.zeros(self._num_words, np.int32)
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._matcher.is_error():
-                self.error = f"the grammar can't be followed further: {describe(self._matcher.get_error())}"
+                self.error = f"the grammar can't be followed further{self._reason()}"
             else:
                 allowed: Mask = words[: len(self._text)] & self._text
                 if self._matcher.is_accepting() and (may_end or not allowed.any()):
@@ -79,8 +79,11 @@ class TokenConstraint:
         else:
             accepted = self._matcher.consume_token(token_id)
         if not accepted:
-            self.error = f"the grammar does not allow token {token_id} here"
+            self.error = f"the grammar does not allow token {token_id} here{self._reason()}"
         return accepted
+
+    def _reason(self) -> str:
+        return f": {describe(self._matcher.get_error())}" if self._matcher.is_error() else ""
 
     def fork(self) -> Self:
         """Returns a copy, which goes its own way."""

@@ -10,13 +10,21 @@ from typing import Any
 from cpd.common.errors import CPDError
 
 MAX_BYTES = 64 << 10
-"""Limit on the size of a grammar's text."""
+"""Limit on the size of a schema, and of all choices together."""
+
+MAX_EXPRESSION_BYTES = 4 << 10
+"""Limit on the size of a regular expression, a choice, and a text in a JSON schema. A mask takes time in proportion."""
+
+MAX_EBNF_BYTES = 16 << 10
+"""Limit on the size of a grammar in Lark's or llama.cpp's notation."""
 
 MAX_DEPTH = 64
 """Limit on the levels of lists and objects in a JSON schema."""
 
 MAX_CHOICES = 1024
 """Limit on the number of choices."""
+
+_COMMENTS = frozenset({"description", "title", "$comment"})
 
 
 class GrammarError(CPDError):
@@ -56,7 +64,7 @@ def json_schema(schema: dict[str, Any] | str) -> Grammar:
         schema: The schema, or its JSON text.
 
     Raises:
-        GrammarError: It is no object, too large or nested too deeply.
+        GrammarError: It is no object, too large or nested too deeply, or has a text that is too long.
     """
     if isinstance(schema, str):
         _check_size(schema)
@@ -66,7 +74,7 @@ def json_schema(schema: dict[str, Any] | str) -> Grammar:
             raise GrammarError(f"the schema is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
         raise GrammarError("the schema must be a JSON object")
-    _check_depth(schema)
+    _check_schema(schema)
     return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":"), ensure_ascii=False))
 
 
@@ -78,6 +86,7 @@ def regex(pattern: str) -> Grammar:
     """
     if not pattern:
         raise GrammarError("the regular expression is empty")
+    _check_size(pattern, MAX_EXPRESSION_BYTES)
     return _grammar(GrammarKind.REGEX, pattern)
 
 
@@ -91,6 +100,8 @@ def choice(texts: Sequence[str]) -> Grammar:
         raise GrammarError(f"there must be 1 to {MAX_CHOICES} choices, not {len(texts)}")
     if not all(texts):
         raise GrammarError("a choice is empty")
+    for text in texts:
+        _check_size(text, MAX_EXPRESSION_BYTES)
     return _grammar(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False))
 
 
@@ -102,6 +113,7 @@ def ebnf(text: str) -> Grammar:
     """
     if not text.strip():
         raise GrammarError("the grammar is empty")
+    _check_size(text, MAX_EBNF_BYTES)
     return _grammar(GrammarKind.EBNF, text)
 
 
@@ -110,20 +122,29 @@ def _grammar(kind: GrammarKind, text: str) -> Grammar:
     return Grammar(kind, text)
 
 
-def _check_size(text: str) -> None:
+def _check_size(text: str, limit: int = MAX_BYTES) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
         raise GrammarError("its text is not valid Unicode") from None
-    if size > MAX_BYTES:
-        raise GrammarError(f"it has {size} bytes; at most {MAX_BYTES} are allowed")
+    if size > limit:
+        raise GrammarError(f"a text has {size} bytes; at most {limit} are allowed")
 
 
-def _check_depth(schema: dict[str, Any]) -> None:
+def _check_schema(schema: dict[str, Any]) -> None:
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
-        items = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [item for each in items for item in each if isinstance(item, dict | list)]
+        found = [item for value in level for item in _items(value)]
+        for text in (item for item in found if isinstance(item, str)):
+            _check_size(text, MAX_EXPRESSION_BYTES)
+        level = [item for item in found if isinstance(item, dict | list)]
         if not level:
             return
     raise GrammarError(f"the schema is nested more than {MAX_DEPTH} levels deep; use $defs and $ref")
+
+
+def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
+    """Returns the items of a part of a schema, and names of properties, but no comments for people."""
+    if isinstance(value, list):
+        return value
+    return [*value, *(item for key, item in value.items() if not (key in _COMMENTS and isinstance(item, str)))]

@@ -13,7 +13,16 @@ from tokenizers import Tokenizer
 from cpd.grammar import grammar as grammars
 from cpd.grammar.compiler import MAX_RULES, Vocabulary, check
 from cpd.grammar.constraint import TokenConstraint
-from cpd.grammar.grammar import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, Grammar, GrammarError
+from cpd.grammar.grammar import (
+    MAX_BYTES,
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_EBNF_BYTES,
+    MAX_EXPRESSION_BYTES,
+    Grammar,
+    GrammarError,
+    GrammarKind,
+)
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "models" / "tiny" / "checkpoint"
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -154,24 +163,30 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         (lambda: grammars.json_schema({"$ref": "#/nowhere"}), "nowhere"),
         (lambda: grammars.json_schema("[1]"), "object"),
         (lambda: grammars.json_schema("{"), "not valid JSON"),
-        (lambda: grammars.json_schema({"enum": ["x" * MAX_BYTES]}), f"at most {MAX_BYTES}"),
-        (lambda: grammars.json_schema({"enum": ["x" * (1 << 20)]}), f"at most {MAX_BYTES}"),
+        (lambda: grammars.json_schema({"enum": ["x" * 500] * 150}), f"at most {MAX_BYTES}"),
+        (lambda: grammars.json_schema({"description": "x" * (1 << 20)}), f"at most {MAX_BYTES}"),
+        (lambda: grammars.json_schema({"const": "x" * 5000}), f"at most {MAX_EXPRESSION_BYTES}"),
+        (lambda: grammars.json_schema({"properties": {"x" * 5000: {}}}), f"at most {MAX_EXPRESSION_BYTES}"),
+        (lambda: grammars.json_schema({"pattern": "é" * 2500}), f"at most {MAX_EXPRESSION_BYTES}"),
+        (lambda: grammars.regex("x" * 5000), f"at most {MAX_EXPRESSION_BYTES}"),
+        (lambda: grammars.choice(["x" * 5000]), f"at most {MAX_EXPRESSION_BYTES}"),
         (lambda: grammars.json_schema('{"enum": ["' + "x" * (1 << 20) + '"]}'), f"at most {MAX_BYTES}"),
         (lambda: grammars.regex(""), "empty"),
         (lambda: grammars.regex("("), "unclosed group"),
         (lambda: grammars.regex("(?=a)b"), "look ahead"),
         (lambda: grammars.regex(r"\bfoo"), r"no \\b"),
         (lambda: grammars.regex(r"(a)\1"), "backreferences"),
-        (lambda: grammars.regex("(" * 30000), "regex"),
+        (lambda: grammars.regex("(" * 3000), "regex"),
         (lambda: grammars.regex("\ud800"), "Unicode"),
         (lambda: grammars.choice([]), f"1 to {MAX_CHOICES}"),
         (lambda: grammars.choice(["a"] * (MAX_CHOICES + 1)), f"1 to {MAX_CHOICES}"),
         (lambda: grammars.choice(["a", ""]), "empty"),
         (lambda: grammars.ebnf(" "), "empty"),
+        (lambda: grammars.ebnf('start: "' + "x" * 20000 + '"'), f"at most {MAX_EBNF_BYTES}"),
         (lambda: grammars.ebnf("start: nothing"), "nothing"),
-        (lambda: grammars.ebnf("root ::= " + "(" * 30000), "nested|read"),
-        (lambda: grammars.ebnf("start: " + "(" * 30000), "nested"),
-        (lambda: grammars.ebnf("start: a\n" + "".join(f"a{i}: a\n" for i in range(3000))), f"at most {MAX_RULES}"),
+        (lambda: grammars.ebnf("root ::= " + "(" * 15000), "nested|read"),
+        (lambda: grammars.ebnf("start: " + "(" * 15000), "nested"),
+        (lambda: grammars.ebnf("start: a\n" + "".join(f"a{i}: a\n" for i in range(1500))), f"at most {MAX_RULES}"),
     ],
 )
 def test_what_can_not_be_used_is_refused_with_the_reason(make: Any, reason: str) -> None:
@@ -201,7 +216,8 @@ def chain(number: int, link: Any, end: Any) -> Grammar:
 BOMBS = {
     "long repetitions": grammars.regex("(?:(?:(?:x{0,100}){0,100}){0,100}){0,100}"),
     "backtracking": grammars.regex("(a|b)*a(a|b){200}"),
-    "optional letters": grammars.regex("a?" * 5000 + "a" * 5000),
+    "optional letters": Grammar(GrammarKind.REGEX, "a?" * 5000 + "a" * 5000),
+    "many alternatives": grammars.ebnf("root ::= " + " | ".join(['"a"'] * 2500)),
     "terminals that double": grammars.ebnf(
         "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(200)) + 'A200: "x"'
     ),
