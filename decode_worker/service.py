@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
+from cpd.grammar.grammar import GrammarError
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.prefill_coordinator import PrefillCoordinator
 from decode_worker.router_request import Key, RouterRequest
@@ -37,6 +38,7 @@ class DecodeService:
         self._coordinator = PrefillCoordinator(context, self._by_engine_id.__setitem__, computes_for_others)
         self._restart: asyncio.TimerHandle | None = None
         self._pages = pages
+        self._constraining: set[asyncio.Task[None]] = set()
 
     @property
     def busy(self) -> bool:
@@ -59,6 +61,7 @@ class DecodeService:
             for request_id, reason in update.output.failed:
                 if request := self._by_engine_id.get(request_id):
                     request.refuse(pb.Refusal.KIND_FAILED, reason)
+                    self._abort(request, [])  # the engine may have others of its choices under other names
         if update.stats is not None:
             self._watch_quarantine(update.stats.pages.quarantined)
 
@@ -96,15 +99,33 @@ class DecodeService:
         self._requests[key] = request
         self._by_engine_id[engine_request.id] = request
         request.ended.add_done_callback(lambda _: self._forget(request))
-        if parked is not None:
-            added = self._context.engine.call(lambda engine: engine.add(engine_request, resumed=True))
-            added.add_done_callback(partial(_refuse_if_failed, request))
-            parked.close(range(message.choice, message.choice + message.n))
-        elif message.prefill_candidates or message.HasField("prefix_source"):
-            self._coordinator.start(request, message)
+        resumed = parked is not None
+        if engine_request.params.grammar is None:
+            self._start(request, message, resumed=resumed)
         else:
-            added = self._context.engine.call(lambda engine: engine.add(engine_request))
+            task = asyncio.create_task(self._constrain(request, message, resumed=resumed), name=f"grammar-{name}")
+            self._constraining.add(task)
+            task.add_done_callback(self._constraining.discard)
+        if parked is not None:
+            parked.close(range(message.choice, message.choice + message.n))
+
+    async def _constrain(self, request: RouterRequest, message: pb.Submit, *, resumed: bool) -> None:
+        """Starts a request whose output must follow a grammar."""
+        try:
+            request.request = await self._context.grammars.constrain(request.request)
+        except GrammarError as error:
+            request.refuse(pb.Refusal.KIND_FAILED, str(error))
+            return
+        if not request.ended.done():
+            self._start(request, message, resumed=resumed)
+
+    def _start(self, request: RouterRequest, message: pb.Submit, *, resumed: bool) -> None:
+        engine_request = request.request
+        if resumed or not (message.prefill_candidates or message.HasField("prefix_source")):
+            added = self._context.engine.call(lambda engine: engine.add(engine_request, resumed=resumed))
             added.add_done_callback(partial(_refuse_if_failed, request))
+        else:
+            self._coordinator.start(request, message)
 
     def abort(self, session: RouterSession, message: pb.Abort) -> None:
         """Ends a request or some of its choices; the router gets no more of them."""
@@ -144,6 +165,8 @@ class DecodeService:
             if not self._context.lifecycle.failed:
                 request.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
             self._abort(request, [])
+        for task in self._constraining:
+            task.cancel()
         await self._coordinator.stop()
         if self._restart is not None:
             self._restart.cancel()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from cpd.grammar.constraint import TokenConstraint
 from engine.token_counts import PenaltyCounts
 from engine.types import SamplingParams, TokenLogprobs
 
@@ -23,6 +24,7 @@ class SampleRow:
             [position] int32
         prompt_len: Number of tokens of the prompt.
         counts: Counts of `tokens`. The sampler keeps them up to date.
+        constraint: Of the output up to here, if it must follow a grammar. The sampler only reads it.
     """
 
     row: int
@@ -32,6 +34,7 @@ class SampleRow:
     tokens: IntArray
     prompt_len: int
     counts: PenaltyCounts = field(default_factory=PenaltyCounts)
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(slots=True)
@@ -48,8 +51,8 @@ class Batch:
         num_decodes: Number of leading sequences that have one query token.
         samples: Tokens to sample. Only their rows reach the LM head.
         token_sources: Set in a step that is launched before the tokens of the last one on its lane are known: token t
-            is the token of that step's sample `token_sources[t]`. All sequences decode, without penalties. None if
-            `token_ids` are known. [T]
+            is the token of that step's sample `token_sources[t]`. All sequences decode, without penalties or
+            grammars. None if `token_ids` are known. [T]
     """
 
     token_ids: IntArray

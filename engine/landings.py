@@ -14,7 +14,7 @@ from itertools import count
 
 from cpd.common.blocks import blocks_for
 from engine.kv.block_pool import BlockPool
-from engine.output_processor import OutputProcessor
+from engine.output_processor import OutputProcessor, advanced, constraint_after
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Output, Request, Reservation
 
@@ -92,10 +92,13 @@ class Landings:
             An output without tokens for each choice that ends here at once.
 
         Raises:
-            ValueError: The reservation is not live.
+            ValueError: The reservation is not live, or a first token does not follow the request's grammar.
         """
-        pages = self._arrived(reservation)
         going_on = {output.choice: output.token_ids for output in first if output.finish is None}
+        constraints = advanced(constraint_after(request), going_on)
+        if error := next((one.error for one in constraints.values() if one.error), ""):
+            raise ValueError(f"a first token does not follow its grammar: {error}")
+        pages = self._arrived(reservation)
         seq = self._outputs.open(request, list(going_on))
         seq.first_token_sent = True
         self._scheduler.start(seq, pages, seq.num_tokens, reservation.first_block)
@@ -106,7 +109,7 @@ class Landings:
             if finish is not None:
                 ended.append(Output(request.id, choice, [], [], finish))
                 del going_on[choice]
-        self._outputs.fork(seq, going_on)
+        self._outputs.fork(seq, going_on, constraints)
         return ended
 
     def add_to_cache(self, reservation: Reservation, request: Request) -> None:

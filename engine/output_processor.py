@@ -1,11 +1,16 @@
-"""Checks and opens requests, and turns sampled tokens into outputs: finish reasons, forks, prefill-only progress."""
+"""Checks and opens requests, and turns sampled tokens into outputs: finish reasons, forks, prefill-only progress.
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+An output that must follow a grammar goes on only with tokens that its constraint accepts; else its request fails.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from itertools import count, islice
+from types import MappingProxyType
 
 import numpy as np
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.grammar.constraint import TokenConstraint
 from engine.batch import Sampled
 from engine.scheduling.plan import Plan
 from engine.scheduling.scheduler import Scheduler
@@ -72,9 +77,16 @@ class OutputProcessor:
             raise ValueError(f"{len(request.block_hashes)} block hashes do not fit {tokens} tokens")
         if request.id in self._seqs:
             raise ValueError(f"request {request.id!r} exists already")
+        if request.params.grammar is not None and request.constraint is None:
+            raise ValueError("its output must follow a grammar, which this worker can't enforce")
 
     def open(self, request: Request, choices: list[int]) -> Sequence:
-        """Makes a sequence for all these choices."""
+        """Makes a sequence for all these choices.
+
+        Raises:
+            ValueError: The output so far does not follow the request's grammar.
+        """
+        constraint = constraint_after(request)
         seq = Sequence(
             request=request,
             choices=choices,
@@ -82,6 +94,7 @@ class OutputProcessor:
             hashes=list(request.block_hashes),
             tokens=np.array(request.token_ids, dtype=np.int32),
             num_tokens=len(request.token_ids),
+            constraint=constraint,
         )
         self._seqs.setdefault(request.id, []).append(seq)
         return seq
@@ -108,6 +121,9 @@ class OutputProcessor:
                 continue
             if seq.first_token_sent and chunk.is_decode:
                 token_ids = [one.token_id for one in accepted]
+                if seq.constraint is not None and not all(map(seq.constraint.accept, token_ids)):
+                    self._fail(seq, seq.constraint.error, step)
+                    continue
                 self._scheduler.append(seq, token_ids)
                 self._scheduler.commit(chunk, len(token_ids))
                 with_logprobs = seq.request.params.top_logprobs is not None
@@ -116,11 +132,17 @@ class OutputProcessor:
                 continue
             self._scheduler.commit(chunk, chunk.num_samples)
             self.prefill_tokens += chunk.num_tokens
+            sampled_by = dict(zip(chunk.choices, accepted, strict=True)) if accepted else {}
+            first = {choice: one for choice, one in sampled_by.items() if choice in seq.choices}
+            constraints = advanced(seq.constraint, {choice: [one.token_id] for choice, one in first.items()})
+            if error := next((one.error for one in constraints.values() if one.error), ""):
+                self._fail(seq, error, step)
+                continue
             if seq.request.prefill_only:
                 pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
             if accepted:
-                step.outputs += self._prefilled(seq, zip(chunk.choices, accepted, strict=True))
+                step.outputs += self._prefilled(seq, first, constraints)
 
     def decoded(self, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> Output:
         """Makes the output for tokens that a decoding sequence has got, and ends the sequence if the last one says so.
@@ -136,10 +158,18 @@ class OutputProcessor:
             self.fork(seq, {})
         return output
 
-    def fork(self, seq: Sequence, token_ids: Mapping[int, list[int]]) -> None:
+    def fork(
+        self,
+        seq: Sequence,
+        token_ids: Mapping[int, list[int]],
+        constraints: Mapping[int, TokenConstraint] = MappingProxyType({}),
+    ) -> None:
         """Continues the choices in `token_ids`, which has the next tokens of each; the others have ended.
 
         The first choice takes over `seq`, which is running and computed to its end; the others fork off.
+
+        Args:
+            constraints: The constraint of each choice after its tokens, from `advanced`.
         """
         if not token_ids:
             pages = self._close(seq)
@@ -150,8 +180,11 @@ class OutputProcessor:
             return
         own, *others = token_ids
         for choice in others:
-            self._seqs[seq.request.id].append(self._scheduler.fork(seq, choice, token_ids[choice]))
+            child = self._scheduler.fork(seq, choice, token_ids[choice])
+            child.constraint = constraints.get(choice)
+            self._seqs[seq.request.id].append(child)
         seq.choices = [own]
+        seq.constraint = constraints.get(own)
         self._scheduler.append(seq, token_ids[own])
 
     def finish_of(self, request: Request, num_tokens: int, token_id: int) -> Finish | None:
@@ -162,22 +195,33 @@ class OutputProcessor:
             return Finish.LENGTH
         return None
 
-    def _prefilled(self, seq: Sequence, sampled: Iterable[tuple[int, Sampled]]) -> list[Output]:
-        """Makes an output for the first token after a prefill of each choice, unless the choice has been aborted.
+    def _prefilled(
+        self, seq: Sequence, sampled: Mapping[int, Sampled], constraints: Mapping[int, TokenConstraint]
+    ) -> list[Output]:
+        """Makes an output for the first token after a prefill of each choice.
 
         Each choice then goes on in a sequence of its own, or ends.
+
+        Args:
+            constraints: See `fork`.
         """
         request, outputs = seq.request, []
         cached, queued_s = (None, 0.0) if seq.first_token_sent else (seq.cached_tokens, seq.queued_s)
-        for choice, one in sampled:
-            if choice in seq.choices:
-                finish = self.finish_of(request, seq.num_tokens + 1, one.token_id)
-                logprobs = [] if one.logprobs is None else [one.logprobs]
-                outputs.append(Output(request.id, choice, [one.token_id], logprobs, finish, cached, queued_s))
+        for choice, one in sampled.items():
+            finish = self.finish_of(request, seq.num_tokens + 1, one.token_id)
+            logprobs = [] if one.logprobs is None else [one.logprobs]
+            outputs.append(Output(request.id, choice, [one.token_id], logprobs, finish, cached, queued_s))
         seq.first_token_sent = True
         going_on = [] if request.prefill_only else [output for output in outputs if output.finish is None]
-        self.fork(seq, {output.choice: output.token_ids for output in going_on})
+        self.fork(seq, {output.choice: output.token_ids for output in going_on}, constraints)
         return outputs
+
+    def _fail(self, seq: Sequence, reason: str, step: StepOutput) -> None:
+        """Ends all choices of a sequence's request, because it can't be finished."""
+        request_id = seq.request.id
+        for one in tuple(self._seqs[request_id]):
+            self.fork(one, {})
+        step.failed.append((request_id, reason))
 
     def _close(self, seq: Sequence) -> list[int]:
         """Removes a sequence. Returns its pages, which the caller must release."""
@@ -187,3 +231,32 @@ class OutputProcessor:
         if not seqs:
             del self._seqs[seq.request.id]
         return self._scheduler.finish(seq)
+
+
+def constraint_after(request: Request) -> TokenConstraint | None:
+    """Returns a request's constraint after the output that was already emitted; None if there is nothing to follow.
+
+    Raises:
+        ValueError: That output does not follow the grammar.
+    """
+    if request.constraint is None:
+        return None
+    constraint = request.constraint.fork()
+    if not all(map(constraint.accept, request.token_ids[request.prompt_len :])):
+        raise ValueError(f"the output so far does not follow its grammar: {constraint.error}")
+    return constraint
+
+
+def advanced(constraint: TokenConstraint | None, token_ids: Mapping[int, list[int]]) -> dict[int, TokenConstraint]:
+    """Returns a constraint of its own for each choice, after its tokens; none if there is nothing to follow.
+
+    The caller looks at their `error`, and does not use `constraint` any more.
+    """
+    if constraint is None:
+        return {}
+    constraints = {}
+    for choice, tokens in token_ids.items():
+        own = constraint.fork() if len(token_ids) > 1 else constraint
+        all(map(own.accept, tokens))
+        constraints[choice] = own
+    return constraints

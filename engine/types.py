@@ -7,6 +7,8 @@ from math import inf
 from typing import NamedTuple, Self
 
 from cpd.common.blocks import Tier
+from cpd.grammar.constraint import TokenConstraint
+from cpd.grammar.grammar import Grammar
 
 
 class Finish(IntEnum):
@@ -35,6 +37,7 @@ class SamplingParams:
         max_tokens: Maximum number of output tokens.
         min_tokens: Stop tokens can't be chosen before this many output tokens.
         stop_token_ids: A choice ends with one of these, which is emitted.
+        grammar: What the output must follow; None for nothing. `Request.constraint` enforces it.
     """
 
     temperature: float = 1.0
@@ -50,11 +53,13 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
     @property
     def looks_back(self) -> bool:
         """True if sampling itself, not only the model, depends on the tokens before."""
-        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.grammar is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Request:
         received: Time of arrival in seconds, on the clock of `Engine.step`.
         deadline: Time at which the first token is due, on the same clock.
         number: The router's number of the request.
+        constraint: With `params.grammar`: its constraint at the start of an output. The engine makes copies of it.
     """
 
     id: str
@@ -91,6 +97,7 @@ class Request:
     received: float = 0.0
     deadline: float = inf
     number: int = 0
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(slots=True)
@@ -145,7 +152,7 @@ class StepOutput:
     Attributes:
         outputs: New tokens.
         computed: Progress of prefill-only requests. The pages are held until the next step; `Engine.pin` keeps them.
-        failed: Requests that can never be finished, with the reason.
+        failed: Requests that can never be finished, with the reason. No output of theirs follows.
     """
 
     outputs: list[Output] = field(default_factory=list)

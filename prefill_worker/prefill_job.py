@@ -2,7 +2,7 @@
 
 States, and what is held in each:
 
-    CONNECTING  connects to the decode worker's pool                         nothing
+    CONNECTING  compiles a grammar, connects to the decode worker's pool     nothing
     QUEUED      waits until the queue grants it                              a place in the queue
     READY       PrefillReady is sent                                         a place in the queue
     COMPUTING   the engine computes the prompt; finished pages wait for the  a place in the queue, an engine request,
@@ -23,11 +23,13 @@ from enum import Enum, auto
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from cpd.common.errors import QueueFullError, TransferError
+from cpd.grammar.grammar import GrammarError
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.scheduling.waiting_queue import terms_of
 from engine.types import Computed, Output, Request
 from prefill_worker.job_queue import JobQueue
+from worker.grammars import Grammars
 from worker.page_sender import PageSender, SourcePool
 from worker.pool_connections import PoolConnections
 from worker.prefill_server import PrefillStoppedError, Send, ServedPrefill
@@ -94,6 +96,7 @@ class PrefillJob(ServedPrefill):
         send: Sends it an event.
         source: This worker's pages.
         pools: Connections to other workers' pools.
+        grammars: Compiles the request's grammar, if it has one.
         to_send: The engine thread's records of pages to send, by request id.
     """
 
@@ -106,6 +109,7 @@ class PrefillJob(ServedPrefill):
         source: SourcePool,
         pools: PoolConnections,
         queue: JobQueue,
+        grammars: Grammars,
         to_send: dict[str, PagesToSend],
     ) -> None:
         super().__init__(request.id, start, send, source)
@@ -114,6 +118,7 @@ class PrefillJob(ServedPrefill):
         self._engine = source.engine
         self._pools = pools
         self._queue = queue
+        self._grammars = grammars
         self._to_send = to_send
         self._computed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_computed = 0
@@ -151,6 +156,7 @@ class PrefillJob(ServedPrefill):
     async def _run(self) -> pb.PrefillEvent:
         self._send_progress()  # the request was accepted
         try:
+            self.request = await self._grammars.constrain(self.request)
             async with self._pools.use(self._address) as connecting:
                 self._peer = await self._unless_stopped(connecting)
                 self._queued = self._queue.add(self._caller, terms_of(self.request), time.monotonic())
@@ -162,7 +168,7 @@ class PrefillJob(ServedPrefill):
             return self._release(0, str(error))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
-        except (TransferError, ValueError) as error:
+        except (TransferError, GrammarError, ValueError) as error:
             return self._refuse(str(error))
 
     async def _wait_and_start(self) -> pb.PrefillEvent:

@@ -106,7 +106,14 @@ class PrefillService:
         name = f"prefill-{next(self._numbers)}"
         request = request_from_wire(start, name, self._context.limits, time.monotonic(), prefill_only=True)
         job = PrefillJob(
-            request, start, send, source=self._pages, pools=self._pools, queue=self._queue, to_send=self._to_send
+            request,
+            start,
+            send,
+            source=self._pages,
+            pools=self._pools,
+            queue=self._queue,
+            grammars=self._context.grammars,
+            to_send=self._to_send,
         )
         self._jobs[request.id] = job
         return job

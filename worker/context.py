@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import WorkerSettings
@@ -10,6 +11,7 @@ from cpd.performance.model import Profile
 from engine.engine import Engine
 from kvtransfer.base import PoolMemory, Transport
 from worker.async_engine import AsyncEngine
+from worker.grammars import Grammars
 from worker.prefill_client import PrefillClient
 from worker.wire_format import Limits
 
@@ -30,6 +32,7 @@ class LoadedEngine:
         profile: The engine predicts its steps with it.
         token_budget: Most tokens of a batch on the whole device; 0: derived from the profile.
         progress: Returns a value that changes while a step is computed. Any thread may call it.
+        grammars_of: The checkpoint for whose tokenizer grammars are compiled; None: outputs can't be constrained.
     """
 
     engine: Engine
@@ -42,6 +45,7 @@ class LoadedEngine:
     profile: Profile
     token_budget: int
     progress: Callable[[], float]
+    grammars_of: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class WorkerContext:
         memory: The KV pool as transports see it.
         colocation: The engine's; it predicts prefill times.
         progress: See `LoadedEngine`.
+        grammars: Compiles the grammars of requests.
         load_changed: Call it when a value in the load report may have changed.
     """
 
@@ -67,5 +72,6 @@ class WorkerContext:
     memory: PoolMemory
     colocation: Colocation
     progress: Callable[[], float]
+    grammars: Grammars
     lifecycle: Lifecycle
     load_changed: Callable[[], None]

@@ -87,6 +87,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
         profile=profile,
         token_budget=settings.token_budget,
         progress=runner.progress,
+        grammars_of=directory if (directory / "tokenizer.json").exists() else None,
     )
 
 

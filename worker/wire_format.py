@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cpd.common.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, largest_token, split_hashes
 from cpd.common.errors import CPDError
+from cpd.grammar.grammar import MAX_BYTES, Grammar, GrammarKind
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
 
@@ -141,7 +142,13 @@ def sampling_to_wire(params: SamplingParams) -> pb.Sampling:
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
+        grammar=grammar_to_wire(params.grammar) if params.grammar is not None else None,
     )
+
+
+def grammar_to_wire(grammar: Grammar) -> pb.Grammar:
+    """Converts a grammar."""
+    return pb.Grammar(kind=pb.Grammar.Kind.ValueType(grammar.kind.value), text=grammar.text)
 
 
 def _output_from_wire(output: pb.Output, request_id: str) -> Output:
@@ -205,6 +212,11 @@ def _sampling_fault(sampling: pb.Sampling, vocab_size: int) -> str:
         return "logit_bias must be finite"
     if sampling.top_logprobs > vocab_size:
         return f"top_logprobs must be at most {vocab_size}"
+    if sampling.HasField("grammar"):
+        if sampling.grammar.kind not in {kind.value for kind in GrammarKind}:
+            return f"this worker does not know grammars of kind {sampling.grammar.kind}"
+        if len(sampling.grammar.text) > MAX_BYTES:
+            return f"a grammar has at most {MAX_BYTES} bytes"
     return ""
 
 
@@ -224,7 +236,12 @@ def _sampling_from_wire(sampling: pb.Sampling, vocab_size: int) -> SamplingParam
         min_tokens=sampling.min_tokens,
         # Some checkpoints name an end token outside their embedding; it can't be sampled.
         stop_token_ids=frozenset([token for token in sampling.stop_token_ids if token < vocab_size]),
+        grammar=_grammar_from_wire(sampling.grammar) if sampling.HasField("grammar") else None,
     )
+
+
+def _grammar_from_wire(grammar: pb.Grammar) -> Grammar:
+    return Grammar(GrammarKind(grammar.kind), grammar.text)
 
 
 def _require(condition: bool, message: str) -> None:

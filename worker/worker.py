@@ -46,6 +46,7 @@ from kvtransfer.base import PoolMemory, Transport
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
 from worker.context import EXIT_RESTART, LoadedEngine, WorkerContext
+from worker.grammars import load_grammars
 from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
 from worker.load_report import LoadReporter, load_from_stats
 from worker.prefill_client import PrefillClient
@@ -155,6 +156,7 @@ class Worker:
         await self._engine.start()
         loaded = self._loaded
         self._model_digest = await asyncio.to_thread(model_digest, Path(settings.model)) if settings.model else b""
+        self._grammars = await load_grammars(loaded.grammars_of, loaded.limits.vocab_size)
         self._transport = await self._open_transport(
             settings.transport,
             loaded.memory,
@@ -177,6 +179,7 @@ class Worker:
                 memory=loaded.memory,
                 colocation=loaded.engine.colocation,
                 progress=loaded.progress,
+                grammars=self._grammars,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
             ),
@@ -307,6 +310,7 @@ class Worker:
             token_budget=self._loaded.token_budget,
             colocate=colocation.mode,
             decode_shares=[split.decode for split in colocation.splits],
+            grammars=self._grammars.supported,
         )
 
     def _watch(self, what: str, running: Callable[[], int], progress: Callable[[], float]) -> None:

@@ -6,7 +6,7 @@ from cpd.rpc import cpd_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 """The minor version grows with each field or message kind; the major one with each change that old processes can't
 ignore."""
 

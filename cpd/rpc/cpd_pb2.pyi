@@ -532,6 +532,7 @@ class Sampling(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -552,6 +553,10 @@ class Sampling(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """each ends the output and is part of it"""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """the output must follow it; only sent to workers with Hello.grammars"""
+
     def __init__(
         self,
         *,
@@ -568,16 +573,71 @@ class Sampling(_message.Message):
         max_tokens: _builtins.int = ...,
         min_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_logprobs", b"_top_logprobs", "grammar", b"grammar", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
+    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What an output must follow. It ends with one of stop_token_ids, and only where the grammar may end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Grammar._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Grammar._Kind.ValueType  # 0
+        KIND_JSON_SCHEMA: Grammar._Kind.ValueType  # 1
+        KIND_REGEX: Grammar._Kind.ValueType  # 2
+        """for the whole output"""
+        KIND_CHOICE: Grammar._Kind.ValueType  # 3
+        """JSON list of strings"""
+        KIND_EBNF: Grammar._Kind.ValueType  # 4
+        """in the notation of Lark or GBNF"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: Grammar.Kind.ValueType  # 0
+    KIND_JSON_SCHEMA: Grammar.Kind.ValueType  # 1
+    KIND_REGEX: Grammar.Kind.ValueType  # 2
+    """for the whole output"""
+    KIND_CHOICE: Grammar.Kind.ValueType  # 3
+    """JSON list of strings"""
+    KIND_EBNF: Grammar.Kind.ValueType  # 4
+    """in the notation of Lark or GBNF"""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___Grammar.Kind.ValueType
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: Global___Grammar.Kind.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
@@ -717,6 +777,7 @@ class Hello(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     CURRENT_ROLE_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     """at the start of the process, as in its lease"""
@@ -755,6 +816,8 @@ class Hello(_message.Message):
     """What the worker prefers to do now: it serves requests and prefill requests in either role. Unset: `role`, and a
     prefill worker refuses requests, a combined one refuses prefill requests.
     """
+    grammars: _builtins.bool
+    """it takes requests with Sampling.grammar"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """possible shares of the decode lane; the prefill lane gets the rest"""
@@ -785,10 +848,11 @@ class Hello(_message.Message):
         device: _builtins.str = ...,
         model_digest: _builtins.bytes = ...,
         current_role: Global___Role.ValueType = ...,
+        grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "current_role", b"current_role", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_digest", b"model_digest", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "current_role", b"current_role", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_digest", b"model_digest", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

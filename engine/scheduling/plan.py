@@ -108,8 +108,18 @@ def build_batch(plan: Plan, table: SequenceTable) -> Batch:
         for choice in chunk.choices:
             for back in range(chunk.num_samples, 0, -1):
                 end = chunk.end + 1 - back
-                row = SampleRow(after - back, request.params, choice, end, tokens[:end], request.prompt_len, seq.counts)
-                samples.append(row)
+                samples.append(
+                    SampleRow(
+                        after - back,
+                        request.params,
+                        choice,
+                        end,
+                        tokens[:end],
+                        request.prompt_len,
+                        seq.counts,
+                        seq.constraint,
+                    )
+                )
     return Batch(
         token_ids=table.tokens[token_rows, positions],
         positions=positions,

@@ -17,6 +17,7 @@ from enum import Enum, auto
 import numpy as np
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.grammar.constraint import TokenConstraint
 from cpd.performance.model import Work
 from engine.batch import IntArray
 from engine.token_counts import PenaltyCounts
@@ -37,8 +38,8 @@ class SequenceState(Enum):
 class Sequence:
     """A whole request until its prompt is computed, then one of its choices.
 
-    The output processor changes `choices` and `first_token_sent`, samplers change `counts`; everything else belongs to
-    the scheduler.
+    The output processor changes `choices`, `first_token_sent` and `constraint`, samplers change `counts`; everything
+    else belongs to the scheduler.
 
     Attributes:
         choices: Indices of all the request's choices until the prompt is computed, then of one.
@@ -47,6 +48,7 @@ class Sequence:
         tokens: All tokens while it has no row, else None.
         num_tokens: Number of known tokens.
         counts: Counts of its tokens, for penalties.
+        constraint: Of its output so far, if that must follow a grammar; it survives a preemption.
         first_token_sent: True after its first output.
         queued: True if it was never scheduled; it then counts against the queue limit.
         work: Work to compute it, as estimated when it came.
@@ -66,6 +68,7 @@ class Sequence:
     tokens: IntArray | None
     num_tokens: int
     counts: PenaltyCounts = field(default_factory=PenaltyCounts)
+    constraint: TokenConstraint | None = None
     first_token_sent: bool = False
     state: SequenceState = SequenceState.WAITING
     queued: bool = False

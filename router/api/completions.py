@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
+from cpd.grammar.grammar import Grammar
 from router.api.chat_messages import Message, Tool, template_message, template_tool
 from router.api.openai import ChatFormat, CompletionFormat, EchoedCompletionFormat, Format
 from router.api.parsed_chat import ParsedChatFormat
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.structured import GrammarChecker, grammar_of
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -90,6 +92,7 @@ class CompletionService:
         self.settings = settings
         source = text_files.tool_template.source if text_files.tool_template is not None else ""
         self.output_format = detect(source, settings.tool_call_parser, settings.reasoning_parser)
+        self._grammars = GrammarChecker(text_files.tokenizer.threads)
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
         self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
@@ -114,17 +117,19 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
+        grammar = await self._grammar(request, caller)
         tools = request.offered_tools
         kwargs = self._template_kwargs(request)
         text = await self.chat_text(request.messages, kwargs, tools, caller)
         prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
         output = self.output_format
         if not (tools or output.reasoning):
-            return await self._start(request, [prompt], caller, "messages", ChatFormat)
+            return await self._start(request, [prompt], caller, "messages", ChatFormat, grammar)
         names = [tool.function.name for tool in tools]
         new_parser = partial(output.parser, text[-_END_CHARS:], names, parallel=request.parallel_tool_calls)
         form = partial(ParsedChatFormat, parser=new_parser)
-        return await self._start(request, [prompt], caller, "messages", form, output.markers(tools=bool(tools)))
+        shown = output.markers(tools=bool(tools))
+        return await self._start(request, [prompt], caller, "messages", form, grammar, shown)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
         """Starts a text completion.
@@ -133,6 +138,7 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
+        grammar = await self._grammar(request, caller)
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 await self.check_text(prompt, caller, "prompt")
@@ -145,7 +151,7 @@ class CompletionService:
         form: Callable[[GenerateRequest, Vocabulary, bytes], Format] = CompletionFormat
         if request.echo:
             form = partial(EchoedCompletionFormat, prompts=await self.off_loop(partial(self._texts, request), caller))
-        return await self._start(request, prompts, caller, "prompt", form)
+        return await self._start(request, prompts, caller, "prompt", form, grammar)
 
     def _texts(self, request: CompletionRequest) -> list[str]:
         decode = self.text_files.tokenizer.decode
@@ -205,6 +211,21 @@ class CompletionService:
         self.check_model(request.model)
         caller.tenant.check_priority(request.priority)
 
+    async def _grammar(self, request: GenerateRequest, caller: Caller) -> Grammar | None:
+        """Returns the grammar that the output must follow, checked; None if there is none."""
+        found = grammar_of(request)
+        if found is None:
+            return None
+        param, grammar = found
+        if not (self.text_files.eos_ids or request.stop_token_ids):
+            reason = "the model has no end-of-sequence token, so an output could not end; give 'stop_token_ids'"
+            raise invalid(param, f"'{param}' can't be used: {reason}.", code="unsupported_parameter")
+        await self._grammars.check(param, grammar, caller.tenant.salt)
+        if self.workers.ready and not self.workers.any_with_grammars:
+            reason = "no worker of this cluster can constrain outputs"
+            raise invalid(param, f"'{param}' can't be used: {reason}.", code="unsupported_parameter")
+        return grammar
+
     async def _start(
         self,
         request: GenerateRequest,
@@ -212,6 +233,7 @@ class CompletionService:
         caller: Caller,
         param: str,
         form: Callable[[GenerateRequest, Vocabulary, bytes], Format],
+        grammar: Grammar | None,
         shown: frozenset[str] = frozenset(),
     ) -> CompletionResponse:
         """Starts the requests for the prompts. `shown` are special tokens that have text in the outputs."""
@@ -228,6 +250,7 @@ class CompletionService:
                 max_tokens=request.output_limit or model.max_model_len - len(prompt) // TOKEN_BYTES,
                 vocab_size=model.vocab_size,
                 eos_ids=self.text_files.eos_ids,
+                grammar=grammar,
             )
             for prompt in prompts
         ]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from cpd.common.errors import CheckpointError
 from cpd.common.settings import SamplingDefaults
+from cpd.grammar.grammar import Grammar
 from cpd.rpc import cpd_pb2 as pb
 from router.api.schemas import GenerateRequest
 from router.errors import invalid
@@ -51,7 +52,13 @@ def default_sampling(model_dir: Path, source: SamplingDefaults) -> dict[str, flo
 
 
 def sampling_message(
-    request: GenerateRequest, *, seed: int, max_tokens: int, vocab_size: int, eos_ids: Sequence[int]
+    request: GenerateRequest,
+    *,
+    seed: int,
+    max_tokens: int,
+    vocab_size: int,
+    eos_ids: Sequence[int],
+    grammar: Grammar | None = None,
 ) -> pb.Sampling:
     """Returns the request's sampling parameters as the protobuf message that workers get.
 
@@ -59,6 +66,7 @@ def sampling_message(
         seed: The request's seed, or a random one.
         max_tokens: Upper bound on the tokens of an output.
         eos_ids: Tokens that end an output, unless the request ignores them.
+        grammar: What the output must follow.
 
     Raises:
         ApiError: `logit_bias` or `stop_token_ids` has a token id beyond the vocabulary.
@@ -85,4 +93,7 @@ def sampling_message(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
         stop_token_ids=(*stops, *(() if request.ignore_eos else eos_ids)),
+        grammar=None
+        if grammar is None
+        else pb.Grammar(kind=pb.Grammar.Kind.ValueType(grammar.kind.value), text=grammar.text),
     )

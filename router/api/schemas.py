@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from router.api.chat_messages import Message, Tool, Tools, check_messages, check_tools, text_or_list
 from router.api.strict_model import StrictModel, allow_nulls
+from router.api.structured import VERBATIM, ResponseFormat, Schema, StructuredOutputs
 from router.errors import ApiError, invalid, unsupported
 
 MAX_STOPS = 4
@@ -53,7 +54,7 @@ def _form(value: Any) -> str:
     return "<tokens>" if value and isinstance(value[0], int) else "<list>"
 
 
-_FORMS = frozenset({"<text>", "<list>", "<tokens>", "<token lists>"})
+_FORMS = frozenset({"<text>", "<list>", "<object>", "<tokens>", "<token lists>"})
 
 
 def _allow_ignored(schema: dict[str, Any]) -> None:
@@ -131,6 +132,22 @@ class GenerateRequest(StrictModel):
     min_tokens: int = Field(0, ge=0, lt=1 << 31, description="Extension: minimum number of tokens of an output.")
     ignore_eos: bool = Field(False, description="Extension: end-of-sequence tokens do not end an output.")
     return_token_ids: bool = Field(False, description="Extension: return the token ids of prompts and outputs.")
+    response_format: ResponseFormat | None = Field(None, description="Constrains the output to JSON.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Extension, as in vLLM: constrains the output by a JSON schema, regex, choices or grammar."
+    )
+    guided_json: Schema | None = Field(
+        None, description="Extension, as in vLLM: JSON schema, or its text, that the output follows."
+    )
+    guided_regex: str | None = Field(
+        None, description="Extension, as in vLLM: regular expression that matches the whole output."
+    )
+    guided_choice: list[str] | None = Field(
+        None, description="Extension, as in vLLM: the texts that the output may be."
+    )
+    guided_grammar: str | None = Field(
+        None, description="Extension, as in vLLM: grammar of the output, in the notation of Lark or GBNF."
+    )
     priority: int = Field(
         0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension, as in vLLM: lower values are scheduled first."
     )
@@ -299,7 +316,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
@@ -371,7 +387,10 @@ def _validate(
     _check_parts(data.get("messages"))
     if b"\\u0000" in body and (path := _find_nul(data)) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
-    fields = _drop_nulls(data) if b"null" in body else data
+    fields = data
+    if b"null" in body:
+        verbatim = {name: data[name] for name in VERBATIM if data.get(name) is not None}
+        fields = _drop_nulls({name: value for name, value in data.items() if name not in VERBATIM}) | verbatim
     try:
         return kind.model_validate({**defaults, **fields})
     except ValidationError as error:

@@ -347,7 +347,8 @@ class Dispatcher:
         for attempt in self._movable(session):
             if free <= 0:
                 break
-            if not attempt.park_asked and self._workers.candidates("combined", attempt.longest):
+            exclude = self._unable(attempt.request)
+            if not attempt.park_asked and self._workers.candidates("combined", attempt.longest, exclude):
                 self._ask_to_park(attempt, None)
                 free -= 1
 
@@ -451,7 +452,8 @@ class Dispatcher:
         if workers.model.fingerprint != request.fingerprint:
             return False
         longest, barred, parked = attempt.longest, self._barred(attempt, now), attempt.parked
-        refused_by = attempt.refused_by | barred
+        unable = self._unable(request)
+        refused_by = attempt.refused_by | barred | unable
         # workers lost while running it get it again only if there are no others
         combined = workers.takers(longest, exclude=attempt.lost_by | refused_by)
         combined = combined or workers.takers(longest, exclude=refused_by)
@@ -475,7 +477,7 @@ class Dispatcher:
                 self._learning.expected_output(request.tenant),
             ),
             combined,
-            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill | barred | takers),
+            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill | barred | unable | takers),
             workers.index.cached_prefixes(hashes),
             self._targets,
             now,
@@ -549,6 +551,10 @@ class Dispatcher:
         waits_ms = [one.queue_ms(now) + one.overdue_ms for one in self._workers.takers(1)]
         message = f"There was no first token after {now - request.received:.1f} s, so the request is given up."
         self._fail(request, waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3))
+
+    def _unable(self, request: RoutedRequest) -> set[str]:
+        """The workers that can't serve a request: those that would not follow its grammar."""
+        return self._workers.without_grammars if request.sampling.HasField("grammar") else set()
 
     def _barred(self, attempt: Attempt, now: float) -> set[str]:
         """The workers that a suspect does not go to: those with other suspects, and those that may have died together

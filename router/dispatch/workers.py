@@ -128,6 +128,19 @@ class Workers:
             )
         return self._model
 
+    @property
+    def without_grammars(self) -> set[str]:
+        """The workers that can't constrain outputs to grammars."""
+        return {
+            session.id for session in self._sessions.values() if session.hello is None or not session.hello.grammars
+        }
+
+    @property
+    def any_with_grammars(self) -> bool:
+        """True if a worker that takes requests can constrain outputs to grammars."""
+        unable = self.without_grammars
+        return any(session.id not in unable for session in self._takers())
+
     def get(self, worker_id: str) -> WorkerSession:
         """The session with a worker that `candidates` returned."""
         return self._sessions[worker_id]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.common.blocks import extend_hashes, hash_root
+from cpd.grammar.grammar import MAX_BYTES, Grammar, GrammarKind
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
 from worker.wire_format import (
@@ -49,7 +50,14 @@ def test_a_request_keeps_everything() -> None:
         tenant="t",
         priority=-2,
         deadline_ms=1500,
-        sampling={"top_k": 5, "logit_bias": {7: -2.5}, "seed": 2**64 - 1, "top_logprobs": 0, "stop_token_ids": [3, 99]},
+        sampling={
+            "top_k": 5,
+            "logit_bias": {7: -2.5},
+            "seed": 2**64 - 1,
+            "top_logprobs": 0,
+            "stop_token_ids": [3, 99],
+            "grammar": pb.Grammar(kind=pb.Grammar.KIND_REGEX, text="a+é"),
+        },
     )
     request = request_from_wire(message, "r", LIMITS, NOW)
     assert replace(request, token_ids=list(request.token_ids)) == Request(
@@ -64,6 +72,7 @@ def test_a_request_keeps_everything() -> None:
             top_logprobs=0,
             max_tokens=8,
             stop_token_ids=frozenset({3, 99}),
+            grammar=Grammar(GrammarKind.REGEX, "a+é"),
         ),
         hash_root=ROOT,
         block_hashes=extend_hashes(ROOT, list(range(35))),
@@ -101,6 +110,9 @@ def test_stop_tokens_outside_the_vocabulary_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
+        ({"sampling": {"grammar": pb.Grammar(text="a")}}, "kind 0"),
+        ({"sampling": {"grammar": pb.Grammar(kind=99, text="a")}}, "kind 99"),  # type: ignore[arg-type]
+        ({"sampling": {"grammar": pb.Grammar(kind=pb.Grammar.KIND_EBNF, text="a" * (MAX_BYTES + 1))}}, "bytes"),
         ({"token_ids": [], "prompt_len": 0}, "prompt_len"),
         ({"prompt_len": 0}, "prompt_len"),
         ({"prompt_len": 21}, "prompt_len"),

@@ -3,7 +3,7 @@
 Order of operations:
 
     1. log-probabilities of the model's own distribution
-    2. repetition, presence and frequency penalties, logit bias, mask of `min_tokens`
+    2. repetition, presence and frequency penalties, logit bias, masks of `min_tokens` and grammars
     3. temperature
     4. top-k, top-p, min-p, each on what the previous one left, as in vLLM
     5. the token with the largest logit + Gumbel noise: a draw from the softmax (the Gumbel-max trick)
@@ -13,7 +13,8 @@ On a CPU, rows with a small top-k take steps 3 to 5 on their best tokens only.
 The noise of a token is a hash of (seed, choice, position, token id), not a generator's state. So a request gets the
 same tokens in any batch, any order of steps and on any worker.
 
-On a GPU only `ChosenTokens.read` waits for the device.
+On a GPU only `ChosenTokens.read` waits for the device. The masks of grammars are computed on the host while the device
+computes the logits (that has not run on a GPU yet).
 """
 
 import math
@@ -112,6 +113,8 @@ class Sampler:
         if any(_adjusts(row) for row in rows):
             logits = logits.float()
             _adjust(logits, rows)
+        if constrained := [i for i, row in enumerate(rows) if row.constraint is not None]:
+            _constrain(logits, rows, constrained)
         if len(drawn) == len(rows):
             chosen = self._draw(logits, rows)
         else:
@@ -240,8 +243,13 @@ def _adjusts(row: SampleRow) -> bool:
         or p.presence_penalty
         or p.frequency_penalty
         or p.logit_bias
-        or row.position - row.prompt_len < p.min_tokens
+        or (p.min_tokens and row.constraint is None and _too_short(row))
     )
+
+
+def _too_short(row: SampleRow) -> bool:
+    """True if the output has fewer than `min_tokens` tokens."""
+    return row.position - row.prompt_len < row.params.min_tokens
 
 
 def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
@@ -257,7 +265,7 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
             shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
         if p.logit_bias:
             shifted.add(i, list(p.logit_bias), list(p.logit_bias.values()))
-        if row.position - row.prompt_len < p.min_tokens:
+        if _too_short(row) and row.constraint is None:  # a constraint knows where the output can only end
             shifted.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
     flat = logits.view(-1)
     if entries := scaled.tensors():
@@ -266,6 +274,19 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         flat[where] = torch.where(old > 0, old / factor, old * factor)
     if entries := shifted.tensors():
         flat.index_add_(0, *entries)
+
+
+def _constrain(logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int]) -> None:
+    """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]"""
+    masks = [row.constraint.mask(may_end=not _too_short(row)) for row in rows if row.constraint is not None]
+    words = upload(torch.from_numpy(np.stack(masks)), logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    forbidden = ((words[:, :, None] >> bits) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    if len(constrained) == len(rows):
+        logits.masked_fill_(forbidden, -math.inf)
+    else:
+        where = _index(constrained, logits)
+        logits[where] = logits[where].masked_fill(forbidden, -math.inf)
 
 
 class _Entries:

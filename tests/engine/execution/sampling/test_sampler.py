@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpd.grammar.constraint import mask_of
 from engine.batch import SampleRow
 from engine.execution.sampling import sampler as sampler_module
 from engine.execution.sampling.sampler import Sampler
@@ -301,3 +303,58 @@ def test_tokens_can_be_read_after_copying_to_the_host() -> None:
     rows = [row(0, temperature=0.0, top_logprobs=2), row(1, temperature=1.0, seed=3), row(2, temperature=0.0)]
     logits, sampler = logits_of(5, rows=3), Sampler(VOCAB)
     assert sampler.choose(logits.clone(), rows).to_host().read() == sampler.sample(logits.clone(), rows)
+
+
+class Only:
+    """A constraint that allows some tokens."""
+
+    def __init__(self, *tokens: int, at_the_end: int | None = None) -> None:
+        self._tokens = tokens
+        self._at_the_end = () if at_the_end is None else (at_the_end,)
+
+    def mask(self, *, may_end: bool = True) -> npt.NDArray[np.int32]:
+        return mask_of([*self._tokens, *(self._at_the_end if may_end else ())], VOCAB)
+
+
+def constrained(only: Any, **params: Any) -> SampleRow:
+    return replace(row(**params), constraint=only)
+
+
+class TestGrammars:
+    @given(seed=st.integers(0, 1000), top_k=st.sampled_from([0, 1, 3, 20]), top_p=st.sampled_from([1.0, 0.3]))
+    def test_only_allowed_tokens_are_chosen(self, seed: int, top_k: int, top_p: float) -> None:
+        """0, 31, 32 and 60 are at the borders of the mask's words."""
+        params: dict[str, Any] = {"seed": seed, "top_k": top_k, "top_p": top_p}
+        rows = [constrained(Only(0, 31, 32, 60), **params), row(1, **params), constrained(Only(7), index=2, **params)]
+        logits = logits_of(seed, rows=3)
+        together = sample(logits, *rows)
+        assert together[0] in (0, 31, 32, 60)
+        assert together[2] == 7
+        for i, one in enumerate(rows):
+            assert sample(logits[i : i + 1], replace(one, row=0)) == [together[i]]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_likeliest_allowed_token_is_chosen_after_penalties_and_bias(self, dtype: torch.dtype) -> None:
+        logits = logits_of(1).to(dtype)
+        assert sample(logits, constrained(Only(4, 5), temperature=0.0, logit_bias={4: 100.0, 9: 100.0})) == [4]
+
+    def test_filters_count_only_allowed_tokens(self) -> None:
+        logits = logits_of(2)
+        logits[0, :30] += 50
+        chosen = {sample(logits, constrained(Only(40, 41), seed=seed, top_k=2))[0] for seed in range(50)}
+        assert chosen == {40, 41}
+
+    def test_a_minimum_of_tokens_is_the_constraints_concern(self) -> None:
+        params: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": frozenset({3}), "logit_bias": {3: 100.0}}
+        only = Only(8, at_the_end=3)
+        assert sample(logits_of(3), constrained(only, **params, min_tokens=0)) == [3]
+        assert sample(logits_of(3), constrained(only, **params, min_tokens=50)) == [8]
+        assert sample(logits_of(3), constrained(Only(3), **params, min_tokens=50)) == [3]  # it can only end
+
+    def test_logprobs_stay_the_models_own(self) -> None:
+        logits = logits_of(4)
+        (sampled,) = Sampler(VOCAB).sample(logits.clone(), [constrained(Only(11), top_logprobs=2)])
+        own = torch.log_softmax(logits[0], dim=-1)
+        assert sampled.logprobs is not None
+        assert sampled.logprobs.logprob == pytest.approx(float(own[11]), abs=1e-5)
+        assert [token for token, _ in sampled.logprobs.top] == own.topk(2).indices.tolist()

@@ -1,0 +1,1 @@
+"""Grammars that outputs must follow: what clients ask for, checks and compilation, and the masks for sampling."""

@@ -1,0 +1,202 @@
+"""Checks grammars, and compiles them for a tokenizer, with llguidance.
+
+Both may take up to a second, and belong on a thread of their own; llguidance releases the interpreter meanwhile. It
+limits its own memory and time. Two things it does not limit, and this module does: it recurses along chains of rules or
+references, so it runs on a thread with a deep stack; and its time grows with the square of the number of rules.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from cpd.grammar.constraint import Mask, TokenConstraint, describe, mask_of
+from cpd.grammar.grammar import Grammar, GrammarError, GrammarKind
+
+MAX_RULES = 256
+"""Limit on the rules of a grammar: that many take llguidance a second at most."""
+
+WHITESPACE = r" |\n {0,16}"
+"""White space between the tokens of a JSON document: a space, or a new line with its indentation. With more freedom,
+weak models fill their outputs with it."""
+
+_STACK_BYTES = 512 << 20
+"""Virtual memory: a chain of references that fills a grammar of the largest size takes some tens of MB of it."""
+
+_ADVICE = {
+    "Unimplemented keys": "these can't be enforced; leave them out of the schema, and check them in the answer",
+    "oneOf": "use anyOf if at most one of its schemas can be valid",
+    "look-around": "a regular expression can't look ahead or behind",
+    "lookarounds": "a regular expression can't look ahead or behind, and has no \\b",
+    "backreferences": "a regular expression has no backreferences",
+    "schema too large": "it describes too many cases; use fewer anyOf and allOf",
+    "too big": "use fewer rules, shorter repetitions or fewer alternatives",
+}
+"""What to do, by a part of llguidance's message."""
+
+_SETS_STACK_SIZE = threading.Lock()
+"""The stack size of new threads is a setting of the whole process."""
+
+T = TypeVar("T")
+
+
+def check(grammar: Grammar) -> None:
+    """Checks a grammar, without a tokenizer.
+
+    Raises:
+        GrammarError: It is not valid, too complex, or has a feature that is not supported.
+    """
+    source = _source(grammar)
+    message = _with_deep_stack(lambda: LLMatcher.validate_grammar(source, None, limits=_limits()))
+    if message and not message.startswith("WARNING"):
+        raise GrammarError(_explain(message))
+
+
+class CompiledGrammar:
+    """A grammar compiled for a vocabulary."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int, text: Mask, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+        self._text = text
+        self._vocab_size = vocab_size
+
+    def constraint(self, end_tokens: Collection[int]) -> TokenConstraint:
+        """Returns the constraint of a new output.
+
+        Args:
+            end_tokens: The tokens that end it.
+
+        Raises:
+            GrammarError: None of them is in the vocabulary.
+        """
+        ends = mask_of(end_tokens, self._vocab_size)
+        if not ends.any():
+            raise GrammarError("without an end-of-sequence token, an output can't end where its grammar ends")
+        return TokenConstraint(self._matcher.deep_copy(), self._num_words, self._text, ends)
+
+
+class Vocabulary:
+    """A model's tokens, for which grammars are compiled.
+
+    Args:
+        tokenizer_json: Text of the checkpoint's tokenizer.json.
+        vocab_size: Number of the model's logits. The tokenizer may have fewer or more tokens.
+        eos_ids: The model's end-of-sequence tokens, which are no text.
+
+    Raises:
+        GrammarError: Grammars can't be used with this tokenizer.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
+        eos = [token for token in eos_ids if token < vocab_size] or None
+        try:
+            try:
+                self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+            except ValueError:  # it has more tokens than the model
+                self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
+        except Exception as error:
+            raise GrammarError(f"grammars can't be used with this model's tokenizer: {error}") from None
+        self._num_words = (self._tokenizer.vocab_size + 31) // 32
+        self._vocab_size = vocab_size
+        self._text = mask_of(range(vocab_size), vocab_size) & ~mask_of(self._tokenizer.eos_tokens, vocab_size)
+
+    @classmethod
+    def of_checkpoint(cls, directory: Path, vocab_size: int) -> "Vocabulary":
+        """Reads a checkpoint's vocabulary.
+
+        Raises:
+            GrammarError: A file can't be read, or grammars can't be used with this tokenizer.
+        """
+        try:
+            return cls((directory / "tokenizer.json").read_text(), vocab_size, _eos_ids(directory))
+        except (OSError, ValueError) as error:
+            raise GrammarError(f"the model's tokenizer can't be read: {error}") from None
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a grammar.
+
+        Raises:
+            GrammarError: It is not valid, too complex, or has a feature that is not supported.
+        """
+        source = _source(grammar)
+        matcher = _with_deep_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=_limits()))
+        if matcher.is_error():
+            raise GrammarError(_explain(matcher.get_error()))
+        matcher.compute_bitmask()
+        if matcher.is_error():  # such as a schema that refers to itself without end
+            raise GrammarError(f"no output of this model fits the grammar: {describe(matcher.get_error())}")
+        return CompiledGrammar(matcher, self._num_words, self._text, self._vocab_size)
+
+
+def _source(grammar: Grammar) -> str:
+    """Returns a grammar in llguidance's own form."""
+    text = grammar.text
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(
+                text, overrides={"lenient": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+            )
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        case GrammarKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
+        case GrammarKind.EBNF:
+            try:
+                lark = any_to_lark(text)
+            except RecursionError:
+                raise GrammarError("the grammar is nested too deeply") from None
+            except Exception as error:
+                raise GrammarError(f"the grammar can't be read: {describe(str(error))}") from None
+            rules = sum(not line.lstrip().startswith(("|", "//")) for line in lark.splitlines() if line.strip())
+            if rules > MAX_RULES:
+                raise GrammarError(f"the grammar has {rules} rules; at most {MAX_RULES} are allowed")
+            return LLMatcher.grammar_from_lark(lark)
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(verbose_errors=False)  # the default ones; an error does not quote the output
+
+
+def _explain(message: str) -> str:
+    advice = next((advice for part, advice in _ADVICE.items() if part in message), "")
+    lines = [line for line in message.splitlines() if line.startswith("error: ")]  # of a regular expression
+    detail = f" ({lines[0].removeprefix('error: ')})" if lines else ""
+    return f"{describe(message)}{detail}" + (f": {advice}" if advice else "")
+
+
+def _with_deep_stack(call: Callable[[], T]) -> T:
+    """Returns what `call` returns on a thread with a deep stack."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _SETS_STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+def _eos_ids(directory: Path) -> list[int]:
+    """Reads the end-of-sequence tokens from generation_config.json, else config.json; empty if neither has any."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        config: Any = json.loads(file.read_text()) if file.exists() else {}
+        match config.get("eos_token_id"):
+            case int(token_id):
+                return [token_id]
+            case [*token_ids] if token_ids:
+                return [int(token_id) for token_id in token_ids]
+    return []
