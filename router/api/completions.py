@@ -58,10 +58,14 @@ class Caller:
 
 
 class CompletionService:
-    """Starts chat and text completions.
+    """Starts chat and text completions of one model.
 
     Args:
         sampling_defaults: Sampling fields whose defaults differ from OpenAI's.
+        aliases: Other names of the model in the API.
+
+    Attributes:
+        names: All its names.
     """
 
     def __init__(
@@ -71,8 +75,11 @@ class CompletionService:
         sampling_defaults: Mapping[str, float],
         workers: Workers,
         metrics: RequestMetrics,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.text_files = text_files
+        self.aliases = aliases
+        self.names = frozenset({text_files.name, *aliases})
         self.sampling_defaults = sampling_defaults
         self.workers = workers
         self.metrics = metrics
@@ -81,11 +88,10 @@ class CompletionService:
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
         self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError (404) if `name` is not the model that this server has."""
-        if name != self.text_files.name:
-            message = f"The model '{name}' does not exist. This server has '{self.text_files.name}'."
-            raise invalid("model", message, code="model_not_found", status=404)
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.text_files.name
 
     async def off_loop(self, call: Callable[[], T], caller: Caller) -> T:
         """Returns what `call` returns: on a thread that tenants share fairly, if the request's body is large."""
@@ -100,7 +106,7 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        self._check_call(request, caller)
+        caller.tenant.check_priority(request.priority)
         prompt = await self.chat_prompt(request.messages, request.chat_template_kwargs, caller)
         return await self._start(request, [prompt], caller, "messages", ChatFormat)
 
@@ -110,7 +116,7 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        self._check_call(request, caller)
+        caller.tenant.check_priority(request.priority)
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 await self.check_text(prompt, caller, "prompt")
@@ -138,10 +144,6 @@ class CompletionService:
         text = await self.off_loop(partial(self.text_files.template.render, dumped, kwargs), caller)
         await self.check_text(text, caller, "messages")
         return await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
-
-    def _check_call(self, request: GenerateRequest, caller: Caller) -> None:
-        self.check_model(request.model)
-        caller.tenant.check_priority(request.priority)
 
     async def _start(
         self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str, form: type[Format]
