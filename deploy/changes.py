@@ -6,9 +6,10 @@ old ones go. What a change has started is ended again if it fails.
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
 from cpd.common.errors import CheckpointError, ConfigError, CPDError
@@ -17,10 +18,10 @@ from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from deploy.cluster import Cluster, Tell
 from deploy.cluster_status import has_workers
-from deploy.model import check_model, resolve_model
+from deploy.model import check_models
 from deploy.placement import check_places
 from deploy.process import ProcessState
-from deploy.processes import Kind, ProcessSpec, process, processes
+from deploy.processes import Kind, ProcessSpec, name_of, process, processes
 from deploy.state import ClusterState
 
 STARTS = 3
@@ -30,11 +31,12 @@ SUPERVISOR_S = 60.0
 _POLL_S = 0.25
 _ROOM_S = 5.0
 _SEEN_S = 60.0
-_KINDS: tuple[Kind, ...] = ("combined", "prefill", "router")
+_WORKERS: tuple[Kind, ...] = ("combined", "prefill")
+_KINDS: tuple[Kind, ...] = (*_WORKERS, "router")
 _ORDER: tuple[Kind, ...] = ("simulated", *_KINDS)
 _COUNTS = ("combined", "prefill", "routers")
 FIXED = {
-    *("model", "dtype", "device", "max_model_len", "transport", "simulate", "served_model_name"),
+    *("model", "models", "dtype", "device", "max_model_len", "transport", "simulate", "served_model_name"),
     *("cluster", "host", "port", "redis_url", "ray_address", "secret_file", "detach"),
     *("tls_cert", "tls_key", "log_format", "planner", "min_workers", "max_workers"),
 }
@@ -63,11 +65,11 @@ class Plan:
         """Returns the process with the mark of this cluster."""
         return replace(spec, mark=self.mark)
 
-    def process(self, kind: Kind, index: int) -> ProcessSpec:
-        """Returns a worker or router, or the process of all simulated workers."""
+    def process(self, kind: Kind, index: int, serves: str = "") -> ProcessSpec:
+        """Returns a worker or router, or the process of all simulated workers. `serves`: see `ProcessSpec`."""
         if kind == "simulated":
             return self.marked(processes(self.settings, self.worker_host)[0])
-        return self.marked(process(self.settings, self.worker_host, kind, index))
+        return self.marked(process(self.settings, self.worker_host, kind, index, serves))
 
 
 def start_error(spec: ProcessSpec, state: ProcessState | None) -> str:
@@ -116,12 +118,14 @@ class Changes:
         """Starts or ends processes until there are as many as wanted.
 
         Args:
-            arguments: Numbers of `combined`, `prefill` and `router`; a role that is left out does not change.
+            arguments: Numbers of `combined`, `prefill` and `router`; a role that is left out does not change. `model`:
+                name of the model whose workers are meant, if there are several.
 
         Raises:
-            CPDError: There is no room, or a new process does not start.
+            CPDError: It is not said which model is meant, there is no room, or a new process does not start.
         """
         wanted: dict[Kind, int] = {kind: arguments[kind] for kind in _KINDS if arguments.get(kind) is not None}
+        model = self._meant(arguments.get("model", ""), workers=bool(wanted.keys() - {"router"}))
         if any(spec.kind == "simulated" for spec in self._cluster.specs) and wanted.keys() - {"router"}:
             raise ConfigError(
                 "all simulated workers run in one process: their number can't change while it runs; start the cluster"
@@ -131,20 +135,24 @@ class Changes:
         new: list[ProcessSpec] = []
         leaving: list[str] = []
         for kind, count in wanted.items():
-            here = self._indices(kind)
+            serves = "" if kind == "router" else model
+            here = self._indices(kind, serves)
             free = (index for index in range(len(here) + count) if index not in here)
-            new += [self._plan.process(kind, next(free)) for _ in range(count - len(here))]
-            leaving += [f"{kind}-{index}" for index in here[count:]][::-1]
+            new += [self._plan.process(kind, next(free), serves) for _ in range(count - len(here))]
+            leaving += [name_of(kind, index, serves) for index in here[count:]][::-1]
         if new:
             check_places([*self._cluster.specs, *new], self._cluster.resources())
-            self._check_memory(sum(spec.is_worker for spec in new))
+            self._check_memory(new)
             tell(f"Starting {', '.join(spec.name for spec in new)}")
             self._add(new, tell)
         for name in leaving:
             self._remove(name, tell)
-        numbers = {kind: len(self._indices(kind)) for kind in _KINDS}
         simulated = any(spec.kind == "simulated" for spec in self._cluster.specs)
-        shown = [f"{number} {kind}" for kind, number in numbers.items() if kind == "router" or not simulated]
+        shown: list[str] = []
+        for serves in [one.name for one in self._plan.settings.models] or [""]:
+            of = f" of {serves}" if serves else ""
+            shown += [f"{len(self._indices(kind, serves))} {kind}{of}" for kind in _WORKERS if not simulated]
+        shown.append(f"{len(self._indices('router'))} router")
         tell(f"The cluster has {', '.join(shown)}")
 
     def resize(self, workers: int, tell: Tell) -> None:
@@ -178,8 +186,9 @@ class Changes:
         chosen = [spec for name, spec in specs.items() if name in arguments["names"] or not arguments["names"]]
         try:
             for kind in _ORDER:
-                if of_kind := [spec for spec in chosen if spec.kind == kind]:
-                    self._roll(kind, of_kind, tell)
+                of_kind = sorted((spec for spec in chosen if spec.kind == kind), key=_model_of)
+                for serves, specs_of_model in groupby(of_kind, _model_of):
+                    self._roll(kind, serves, list(specs_of_model), tell)
         except BaseException:
             self._plan = before
             raise
@@ -195,8 +204,9 @@ class Changes:
         Raises:
             CPDError: It has no room, or the new process does not start there. The old one goes on.
         """
-        here = self._indices(old.kind)
-        spec = self._plan.process(old.kind, next(index for index in range(len(here) + 1) if index not in here))
+        here = self._indices(old.kind, old.serves)
+        free = next(index for index in range(len(here) + 1) if index not in here)
+        spec = self._plan.process(old.kind, free, old.serves)
         tell(f"{host} has room: {spec.name} starts there in place of {old.name}")
         self._add([spec], tell, _ROOM_S, node)
         self._remove(old.name, tell)
@@ -223,19 +233,19 @@ class Changes:
         settings = self._prepare(self._plan.settings.model_copy(update=update))
         # Without this machine's free memory, which the running workers have: as for workers of other machines.
         elsewhere = settings.model_copy(update={"ray_address": settings.ray_address or "auto"})
-        check_model(resolve_model(settings.model), elsewhere)
+        check_models(elsewhere.each_model())
         return replace(self._plan, given=fresh, settings=settings)
 
-    def _roll(self, kind: Kind, specs: Sequence[ProcessSpec], tell: Tell) -> None:
-        """Restarts processes of one role, with an additional one meanwhile if there is room."""
+    def _roll(self, kind: Kind, serves: str, specs: Sequence[ProcessSpec], tell: Tell) -> None:
+        """Restarts processes of one role and model, with an additional one meanwhile if there is room."""
         surge = None
         if kind == "simulated":
             tell("The simulated workers run in one process: requests wait while it restarts")
         else:
-            surge = self._surge(kind, tell)
+            surge = self._surge(kind, serves, tell)
         try:
             for old in specs:
-                new = self._plan.process(kind, 0 if kind == "simulated" else _index(old))
+                new = self._plan.process(kind, 0 if kind == "simulated" else _index(old), serves)
                 tell(f"{old.name} ends its requests")
                 self._cluster.restart(old.name, new)
                 try:
@@ -250,13 +260,13 @@ class Changes:
             if surge:
                 self._remove(surge, tell)
 
-    def _surge(self, kind: Kind, tell: Tell) -> str | None:
-        """Starts one more process of a role; returns its name, or None if there is no room."""
-        here = self._indices(kind)
-        spec = self._plan.process(kind, next(index for index in range(len(here) + 1) if index not in here))
+    def _surge(self, kind: Kind, serves: str, tell: Tell) -> str | None:
+        """Starts one more process of a role and model; returns its name, or None if there is no room."""
+        here = self._indices(kind, serves)
+        spec = self._plan.process(kind, next(index for index in range(len(here) + 1) if index not in here), serves)
         try:
             check_places([*self._cluster.specs, spec], self._cluster.resources())
-            self._check_memory(int(spec.is_worker))
+            self._check_memory([spec])
             self._add([spec], lambda _: None, _ROOM_S)
         except (ConfigError, CheckpointError) as error:
             tell(f"No room for one more {kind} meanwhile: {error}")
@@ -318,11 +328,31 @@ class Changes:
                         )
             time.sleep(_POLL_S)
 
-    def _check_memory(self, workers: int) -> None:
+    def _meant(self, model: str, *, workers: bool) -> str:
+        """Returns the model that is meant, empty if there is only one without a name in `models`.
+
+        Raises:
+            ConfigError: There is none of this name, or `workers` of one of several are meant, and it is not said which.
+        """
+        names = [one.name for one in self._plan.settings.models]
+        if model and model not in names:
+            has = f"has {', '.join(names)}" if names else "has one model: leave --model out"
+            raise ConfigError(f"the cluster has no model {model!r}; it {has}")
+        if workers and names and not model:
+            raise ConfigError(f"say whose workers are meant, with --model: the cluster has {', '.join(names)}")
+        return model
+
+    def _check_memory(self, new: Collection[ProcessSpec]) -> None:
         """Raises CheckpointError if this machine has no memory for more workers."""
         settings = self._plan.settings
-        if workers and settings.device == "cpu" and not settings.ray_address and not settings.simulate:
-            check_model(Path(settings.model), settings.model_copy(update={"combined": workers, "prefill": 0}))
+        counts = Counter(spec.serves for spec in new if spec.is_worker)
+        if counts and settings.device == "cpu" and not settings.ray_address and not settings.simulate:
+            check_models(
+                [
+                    settings.of_model(serves).model_copy(update={"combined": count, "prefill": 0})
+                    for serves, count in counts.items()
+                ]
+            )
 
     def _forget_drained(self, keep: Collection[str] = ()) -> None:
         """Removes the processes that `cpd drain` has ended, but for those to `keep`."""
@@ -331,9 +361,13 @@ class Changes:
             if state and state.pid is None and state.exit_code == EXIT_DRAINED and spec.name not in keep:
                 self._cluster.stop(spec.name)
 
-    def _indices(self, kind: Kind) -> list[int]:
-        return sorted(_index(spec) for spec in self._cluster.specs if spec.kind == kind)
+    def _indices(self, kind: Kind, serves: str = "") -> list[int]:
+        return sorted(_index(spec) for spec in self._cluster.specs if (spec.kind, spec.serves) == (kind, serves))
 
 
 def _index(spec: ProcessSpec) -> int:
     return int(spec.name.rpartition("-")[2])
+
+
+def _model_of(spec: ProcessSpec) -> str:
+    return spec.serves

@@ -64,15 +64,15 @@ def print_log(console: Console, lines: str) -> None:
         console.out("\n".join(shown), style="dim", highlight=False)
 
 
-def usage_hint(url: str, model: str, needs_key: bool, stop: str) -> str:
+def usage_hint(url: str, models: Sequence[str], needs_key: bool, stop: str) -> str:
     """Returns how to use the cluster: its URL, a curl line, the Python client, and how to stop it."""
     header = " -H 'authorization: Bearer YOUR-KEY'" if needs_key else ""
     key = "YOUR-KEY" if needs_key else "none"
     return f"""\
-Serving {model} at {url}
+Serving {", ".join(models)} at {url}
 
   curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
+    -d '{{"model": "{models[0]}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
 
 Python: OpenAI(base_url="{url}/v1", api_key="{key}")    {stop}
 """

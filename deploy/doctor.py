@@ -27,7 +27,7 @@ from cpd.common.settings import ClusterSettings
 from cpd.common.trust import is_loopback
 from deploy.endpoint import WILDCARDS, pick_port
 from deploy.logs import log_file
-from deploy.model import check_model, resolve_model
+from deploy.model import check_models, resolve_model
 from deploy.redis import embedded_redis
 from deploy.session import OBJECT_STORE_BYTES, check_reachable
 from deploy.state import ClusterDir, running_clusters
@@ -98,15 +98,18 @@ def _port(settings: ClusterSettings) -> Iterator[Finding]:
 
 
 def _model(settings: ClusterSettings) -> Iterator[Finding]:
-    directory = resolve_model(settings.model)
-    device = check_model(directory, settings)
-    workers = f"{settings.combined} combined and {settings.prefill} prefill workers"
-    if settings.ray_address:
-        yield Finding("ok", f"{directory} can be served; whether it fits shows on the machines of the Ray cluster")
-    elif settings.simulate:
-        yield Finding("ok", f"{directory}: its tokenizer serves {workers}, which are simulated")
-    else:
-        yield Finding("ok", f"{directory} fits on the {device} for {workers}")
+    settings.check_models()
+    models = settings.each_model()
+    device = check_models(models)
+    for one in models:
+        directory, workers = resolve_model(one.model), f"{one.combined} combined and {one.prefill} prefill workers"
+        if settings.ray_address:
+            yield Finding("ok", f"{directory} can be served; whether it fits shows on the machines of the Ray cluster")
+        elif settings.simulate:
+            yield Finding("ok", f"{directory}: its tokenizer serves {workers}, which are simulated")
+        else:
+            beside = ", beside the other models" if settings.models else ""
+            yield Finding("ok", f"{directory} fits on the {device} for {workers}{beside}")
     if device == "cpu" and settings.device == "auto" and not settings.simulate and (gpus := _gpus()):
         yield Finding("warning", f"the driver sees {gpus} GPUs, but torch can't use them: install a torch with CUDA")
 

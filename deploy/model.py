@@ -1,11 +1,13 @@
 """Finds the model, and refuses one that the settings cannot serve, before any process is started.
 
-`python -m deploy.model DIR SETTINGS` checks in a process of its own, so that the caller need not load torch.
+`python -m deploy.model DIR SETTINGS WORKERS TAKEN` checks in a process of its own, so that the caller need not load
+torch.
 """
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from cpd.common.errors import CheckpointError, CPDError
@@ -30,22 +32,44 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def check_model(directory: Path, settings: ClusterSettings) -> str:
-    """Runs `inspect_model` in another process, so that this one need not load torch.
+def check_models(models: Sequence[ClusterSettings]) -> str:
+    """Checks all models of a cluster, and whether their workers fit on this machine together.
+
+    Args:
+        models: The settings of each one's workers.
 
     Returns:
         The device to run on.
 
     Raises:
-        CheckpointError: The checkpoint cannot be served with these settings; the message says why.
+        CheckpointError: One can't be served with its settings; the message says why.
     """
+    workers = sum(one.combined + one.prefill for one in models)
+    device, taken = "", 0
+    for one in models:
+        try:
+            device, more = _check(resolve_model(one.model), one, workers, taken)
+        except CheckpointError as error:
+            raise CheckpointError(f"{one.served_model_name}: {error}" if len(models) > 1 else str(error)) from None
+        taken += more
+    return device
+
+
+def check_model(directory: Path, settings: ClusterSettings) -> str:
+    """Checks the only model of a cluster, as `check_models`."""
+    return _check(directory, settings, settings.combined + settings.prefill, 0)[0]
+
+
+def _check(directory: Path, settings: ClusterSettings, workers: int, taken_bytes: int) -> tuple[str, int]:
+    """Runs `inspect_model` in another process, so that this one need not load torch. Returns what it returns."""
     checked = settings.model_dump_json(exclude=_SECRETS)
-    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), checked]
+    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), checked, str(workers), str(taken_bytes)]
     check = subprocess.run(command, capture_output=True, text=True)
     if check.returncode:
         lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
         raise CheckpointError(lines[-1].removeprefix("error: "))
-    return check.stdout.split()[-1]
+    device, taken = check.stdout.split()[-2:]
+    return device, int(taken)
 
 
 def _download(repository: str) -> Path:
@@ -79,13 +103,18 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def inspect_model(directory: Path, settings: ClusterSettings) -> str:
+def inspect_model(directory: Path, settings: ClusterSettings, workers: int, taken_bytes: int) -> tuple[str, int]:
     """Checks configuration, tensor headers, tokenizer and chat template. Reads no weights.
 
     With a local Ray, it also checks this machine's device and memory. Simulated workers need no tensors.
 
+    Args:
+        workers: Number of workers of all models, which share the GPUs.
+        taken_bytes: Memory that the workers of other models take, without GPUs.
+
     Returns:
-        The device to run on: `cpu` or `cuda` with a local Ray, else the setting.
+        The device to run on (`cpu` or `cuda` with a local Ray, else the setting), and the memory that these workers
+        take, if it is the host's.
 
     Raises:
         CPDError: The checkpoint cannot be served with these settings.
@@ -105,7 +134,7 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     config = load_config(directory)
     if settings.simulate:
         count_pages(settings, Profile.load(settings.simulate), config)
-        return "cpu"
+        return "cpu", 0
     with Checkpoint(directory) as checkpoint:
         plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
     if settings.host_kv_memory:
@@ -113,24 +142,26 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     if settings.ray_address:
         if settings.kv_memory is not None:
             plan.in_pool(settings.kv_memory)
-        return settings.device
+        return settings.device, 0
     device = resolve_device(settings.device)
-    workers = settings.prefill + settings.combined
-    together = sharing(workers, torch.cuda.device_count()) if device.type == "cuda" else workers
+    own = settings.prefill + settings.combined
+    on_gpu = device.type == "cuda"
+    together = sharing(workers, torch.cuda.device_count()) if on_gpu else own
     with explain_gpu_errors():
         if settings.kv_memory is None:
             kv_bytes = default_pool(device, plan.weight_bytes, plan.page_bytes, settings.gpu_memory / together)
         else:
             kv_bytes = int(settings.kv_memory)
         plan.in_pool(kv_bytes)
-        check_memory(device, plan.weight_bytes, kv_bytes, together)
-    taken_bytes = workers * (plan.weight_bytes + kv_bytes) if device.type == "cpu" else 0
-    check_host_memory(settings.host_kv_memory, workers, taken_bytes)
-    return device.type
+        check_memory(device, plan.weight_bytes, kv_bytes, together, 0 if on_gpu else taken_bytes)
+    pools = 0 if on_gpu else own * (plan.weight_bytes + kv_bytes)
+    check_host_memory(settings.host_kv_memory, own, taken_bytes + pools)
+    return device.type, pools + own * settings.host_kv_memory
 
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(inspect_model(Path(sys.argv[1]), ClusterSettings.load(json.loads(sys.argv[2]))))
+        checked = ClusterSettings.load(json.loads(sys.argv[2]))
+        sys.stdout.write("{} {}".format(*inspect_model(Path(sys.argv[1]), checked, *map(int, sys.argv[3:]))))
     except CPDError as error:
         sys.exit(f"error: {error}")

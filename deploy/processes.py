@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from cpd.common.settings import AllRoutersSettings, AllWorkersSettings, ClusterSettings, Settings, WorkersSettings
 from cpd.common.trust import read_secret
@@ -34,11 +35,12 @@ class ProcessSpec:
 
     Attributes:
         name: Name in logs.
-        model: Checkpoint directory or Hugging Face id.
+        model: Checkpoint directory or Hugging Face id; empty for the router of several models, whose flags have them.
         members: Its ids in Redis and `/cluster`: its name, or the names of all workers that it simulates.
         flags: Settings by name, without the model; an empty value is a switch.
         sealed: Environment variables with secrets, where other users can't read them; encrypted (`deploy/sealed.py`).
         mark: Value of the environment variable LAUNCH_MARK.
+        serves: Name of a worker's model if the cluster has several; else empty.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ProcessSpec:
     flags: dict[str, str] = field(default_factory=dict)
     sealed: bytes = field(default=b"", repr=False)
     mark: str = ""
+    serves: str = ""
 
     @property
     def is_worker(self) -> bool:
@@ -68,7 +71,7 @@ class ProcessSpec:
     def command(self, model: str, **flags: str) -> list[str]:
         """Returns program and arguments, with this model and these additional flags."""
         # -P: ignores a folder named "router" in the working directory.
-        command = [sys.executable, "-P", "-m", _MODULES[self.kind], "--model", model]
+        command = [sys.executable, "-P", "-m", _MODULES[self.kind], *(["--model", model] if model else [])]
         for name, value in {**self.flags, **flags}.items():
             command += [f"--{name.replace('_', '-')}", *([value] if value else [])]
         return command
@@ -91,31 +94,42 @@ def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:
         settings: With `redis_url`, `secret_file` and `port` filled in.
         worker_host: Interface that workers listen on.
     """
-    kinds = worker_counts(settings)
     if settings.simulate:
         flags, sealed = _given(settings, WorkersSettings)
-        names = tuple(f"{kind}-{index}" for kind, count in kinds.items() for index in range(count))
+        names = tuple(f"{kind}-{index}" for kind, index in _workers(settings))
         specs = [ProcessSpec("simulated", "simulated", settings.model, names, {**flags, "host": worker_host}, sealed)]
     else:
-        specs = [process(settings, worker_host, kind, index) for kind, count in kinds.items() for index in range(count)]
+        specs = [
+            process(settings, worker_host, kind, index, one.served_model_name if settings.models else "")
+            for one in settings.each_model()
+            for kind, index in _workers(one)
+        ]
     return specs + [process(settings, worker_host, "router", index) for index in range(settings.routers)]
 
 
-def worker_counts(settings: ClusterSettings) -> dict[Kind, int]:
-    """Returns how many workers of each role a cluster starts with."""
-    return {"combined": settings.combined, "prefill": settings.prefill}
+def _workers(settings: ClusterSettings) -> list[tuple[Kind, int]]:
+    """Returns role and number of the workers with which a cluster of one model starts."""
+    counts: dict[Kind, int] = {"combined": settings.combined, "prefill": settings.prefill}
+    return [(kind, index) for kind, count in counts.items() for index in range(count)]
 
 
-def process(settings: ClusterSettings, worker_host: str, kind: Kind, index: int) -> ProcessSpec:
-    """Returns a worker or router. Arguments as in `processes`."""
-    name = f"{kind}-{index}"
+def name_of(kind: Kind, index: int, serves: str = "") -> str:
+    """Returns the name of a process. `serves`: see `ProcessSpec`."""
+    return f"{serves}-{kind}-{index}" if serves else f"{kind}-{index}"
+
+
+def process(settings: ClusterSettings, worker_host: str, kind: Kind, index: int, serves: str = "") -> ProcessSpec:
+    """Returns a worker or router. Arguments as in `processes` and `ProcessSpec`."""
+    name = name_of(kind, index, serves)
     if kind == "router":
         flags, sealed = _given(settings, AllRoutersSettings)
         flags = {"router_id": name, **flags}
     else:
+        settings = settings.of_model(serves)
         flags, sealed = _given(settings, AllWorkersSettings)
-        flags = {"worker_id": name, **flags, "host": worker_host}
-    return ProcessSpec(name, kind, settings.model, (name,), flags, sealed)
+        served = {"served_model_name": serves} if serves else {}
+        flags = {"worker_id": name, **served, **flags, "host": worker_host}
+    return ProcessSpec(name, kind, settings.model, (name,), flags, sealed, serves=serves)
 
 
 def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str, str], bytes]:
@@ -128,6 +142,8 @@ def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str,
             continue
         if name == "redis_url":  # it may hold a password
             secrets["CPD_REDIS_URL"] = value
+        elif name == "models":
+            flags[name] = to_json([one.model_dump(exclude_defaults=True) for one in value]).decode()
         elif isinstance(value, list):
             secrets[f"CPD_{name.upper()}"] = ",".join(value)
         elif isinstance(value, BaseModel):

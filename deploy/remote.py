@@ -83,7 +83,8 @@ def status(cluster: str, as_json: bool) -> None:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
     console = Console()
-    console.print(f"Cluster '{cluster}' serves {answer['model']} at {state.url}", highlight=False)
+    names = ", ".join(one["name"] for one in answer.get("models", [])) or answer["model"]  # of an older router
+    console.print(f"Cluster '{cluster}' serves {names} at {state.url}", highlight=False, markup=False)
     if any(worker["info"] and worker["info"]["transport"] == SIMULATED for worker in answer["workers"]):
         console.print(NOTICE)
     for line in devices(answer):
@@ -141,7 +142,8 @@ def cluster_table(answer: dict[str, Any], drained: Sequence[str] = ()) -> Table:
             pages = load["pages"]
             cells = [load["running"], load["waiting"], load["waiting_tokens"], pages["free"], pages["cached"]]
             cells += [pages["used"], pages["reserved"] + pages["quarantined"]]
-        role = "" if worker["id"].startswith(worker["role"]) else f" ({worker['role']})"
+        own_name = worker["id"].removeprefix(f"{worker.get('model', '')}-")
+        role = "" if own_name.startswith(worker["role"]) else f" ({worker['role']})"
         table.add_row(worker["id"] + role, Text(state), *(f"{cell:,}" for cell in cells))
     for name in drained:
         if all(one["id"] != name for one in (*answer["workers"], *answer["routers"])):

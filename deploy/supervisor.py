@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import orjson
+
 from cpd.common.errors import ConfigError
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
@@ -56,7 +58,7 @@ class Supervisor:
         def command() -> list[str]:
             if refusal is not None:
                 raise refusal
-            return process.command(str(resolve_model(process.model)), **flags)
+            return process.command(_resolved(process.model), **flags, **_models(process))
 
         self._process = Supervised(
             process.name,
@@ -85,6 +87,18 @@ class Supervisor:
     def stop(self) -> None:
         """Ends the process; returns when it is gone."""
         self._process.stop()
+
+
+def _resolved(model: str) -> str:
+    return str(resolve_model(model)) if model else ""
+
+
+def _models(process: ProcessSpec) -> dict[str, str]:
+    """Returns the flag of the router of several models, with their directories on this machine."""
+    if "models" not in process.flags:
+        return {}
+    served = [{**one, "model": _resolved(one["model"])} for one in orjson.loads(process.flags["models"])]
+    return {"models": orjson.dumps(served).decode()}
 
 
 def _gpus() -> dict[str, str]:

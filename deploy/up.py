@@ -38,7 +38,7 @@ from deploy.detach import Detached, detach
 from deploy.endpoint import LOOPBACK, WILDCARDS, pick_port, url_of
 from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
-from deploy.model import check_model, resolve_model
+from deploy.model import check_models, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
 from deploy.planner import Bounds, ClusterPlanner, check_bounds, planning
 from deploy.process import ProcessState
@@ -107,7 +107,8 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         directory.write(state)
         name = "" if settings.cluster == "default" else f" --cluster {settings.cluster}"
         stop = f"Logs: `cpd logs -f{name}`    Stop: {'' if detached else 'Ctrl-C or '}`cpd down{name}`"
-        hint = usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file), stop)
+        names = [one.served_model_name for one in settings.each_model()]
+        hint = usage_hint(state.url, names, bool(settings.api_key or settings.api_key_file), stop)
         if detached:
             detached.ready(hint)
         else:
@@ -185,38 +186,52 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     """
     check_bounds(settings)
     port = pick_port(settings.host, settings.port)
-    directory = resolve_model(settings.model)
     settings = prepared(settings)
-    with console.status(f"Checking {directory}"):
-        device = check_model(directory, settings)
+    given = [one.model for one in settings.each_model()]
+    directories = {model: str(resolve_model(model)) for model in given}
+    models = _with_models(settings, directories).each_model()
+    with console.status(f"Checking {', '.join(directories.values())}"):
+        device = check_models(models)
     if settings.simulate:
         console.print(NOTICE)
-    if sampling := default_sampling(directory, settings.sampling_defaults):
-        shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-        console.print(f"Default sampling, from the model's generation_config.json: {shown}", soft_wrap=True)
-    is_id = not Path(settings.model).expanduser().is_dir()
-    return settings.model_copy(
+    for one in models:
+        if sampling := default_sampling(Path(one.model), settings.sampling_defaults):
+            shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+            of = f" of {one.served_model_name}" if settings.models else ""
+            console.print(f"Default sampling{of}, from the model's generation_config.json: {shown}", soft_wrap=True)
+    ids = {model for model in given if not Path(model).expanduser().is_dir()}
+    for_all = {model: model if model in ids and settings.ray_address else directories[model] for model in given}
+    own_name = settings.model if settings.model in ids else Path(models[0].model).name
+    return _with_models(settings, for_all).model_copy(
         update={
             "port": port,
-            "model": settings.model if is_id and settings.ray_address else str(directory),
             "device": device,
-            "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
+            "served_model_name": "" if settings.models else settings.served_model_name or own_name,
             "secret_file": settings.secret_file and settings.secret_file.resolve(),
         }
     )
 
 
+def _with_models(settings: ClusterSettings, places: Mapping[str, str]) -> ClusterSettings:
+    """Returns the settings with other names of the checkpoints, by those that they have."""
+    if not settings.models:
+        return settings.model_copy(update={"model": places[settings.model]})
+    models = [one.model_copy(update={"model": places[one.model]}) for one in settings.models]
+    return settings.model_copy(update={"models": models})
+
+
 def prepared(settings: ClusterSettings) -> ClusterSettings:
-    """Checks the files and the policy that the settings name, and makes paths absolute.
+    """Checks the files, the policy and the models that the settings name, and makes paths absolute.
 
     Raises:
         ConfigError: One of them is missing or wrong.
     """
+    settings.check_models()
     for profile in filter(None, (settings.profile, settings.simulate)):
         Profile.load(profile)
     make_policy(settings.policy)
     if settings.api_key_file:
-        read_keys(settings.api_key_file)
+        read_keys(settings.api_key_file, [name for one in settings.models for name in one.names] or None)
     if pair := certificate_files(settings.tls_cert, settings.tls_key):
         server_context(*pair)
     return settings.model_copy(
@@ -248,7 +263,7 @@ def _launch(
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
         check_hosts(session, settings, embedded=embedded, has_own_secret=has_own_secret)
     _interrupt_on_signals()  # Ray has set its own handlers
-    workers = settings.combined + settings.prefill
+    workers = sum(one.combined + one.prefill for one in settings.each_model())
     share = gpu_share(settings.device, workers, session.gpus, growing=session.grows)
     if 0 < share < 1:
         output.console.print(

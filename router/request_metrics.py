@@ -3,9 +3,12 @@
 `router/operations/worker_metrics.py` has those of workers.
 """
 
+from collections.abc import Iterable
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from router.activity import Activity
 from router.usage import Usage
@@ -14,23 +17,67 @@ _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
 
-class RequestMetrics:
-    """The metrics of one router process, in a registry of its own, to which `WorkerMetrics` is added.
+class RouterMetrics:
+    """The metrics of one router process.
 
     `activity` is what the log's summary shows of the last seconds.
 
-    A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
-
     Attributes:
         usage: What each tenant has used.
+        errors: Counts error responses, by code.
     """
 
     def __init__(self) -> None:
         self.activity = Activity()
-        self.registry = registry = CollectorRegistry()
-
         self.usage = Usage()
-        registry.register(self.usage)
+        self._registry = CollectorRegistry()
+        self._registry.register(self.usage)
+        self._models = _Models()
+        self._registry.register(self._models)
+        counter = Counter("cpd_request_errors", "Error responses by error code.", ["code"], registry=self._registry)
+        self.errors = cache(counter.labels)
+
+    def registry(self, model: str = "") -> CollectorRegistry:
+        """Returns where the metrics of a model are registered, which get a label with its name; with an empty name
+        where those without this label are."""
+        return self._models.registries.setdefault(model, CollectorRegistry()) if model else self._registry
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format. Any thread may call it."""
+        return generate_latest(self._registry)
+
+
+class _Models(Collector):
+    """Adds the label `model` to the metrics of each model's registry."""
+
+    def __init__(self) -> None:
+        self.registries: dict[str, CollectorRegistry] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model, registry in self.registries.items():
+            for metric in registry.collect():
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [one._replace(labels={"model": model, **one.labels}) for one in metric.samples]
+        return families.values()
+
+
+class RequestMetrics:
+    """The metrics of the requests to a model.
+
+    A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
+
+    Args:
+        router: The metrics of the router.
+        model: Value of the label `model`; empty if the router has one model.
+
+    Attributes:
+        activity, usage: Those of the router.
+    """
+
+    def __init__(self, router: RouterMetrics, model: str = "") -> None:
+        self.activity, self.usage = router.activity, router.usage
+        registry = router.registry(model)
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(f"cpd_{name}", help_text, labels, registry=registry)
@@ -39,7 +86,6 @@ class RequestMetrics:
             return Histogram(f"cpd_{name}", help_text, labels, buckets=buckets, registry=registry)
 
         self.requests = cache(counter("requests", "API calls by outcome.", "outcome", "route").labels)
-        self.errors = cache(counter("request_errors", "Error responses by error code.", "code").labels)
         self.ttft = cache(histogram("ttft_seconds", "Time from request to first token.", "route").labels)
         self.itl = histogram("itl_seconds", "Gap between two outputs of one choice.", buckets=_GAP_S)
         self.e2e = cache(histogram("e2e_seconds", "Time from request to the end of its response.", "route").labels)
@@ -57,7 +103,3 @@ class RequestMetrics:
             "cpd_policy_fallback", "1 while predictions are mostly wrong and not used.", registry=registry
         )
         self.placements = cache(counter("placements", replicated, "route", "replicated").labels)
-
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format. Any thread may call it."""
-        return generate_latest(self.registry)

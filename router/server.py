@@ -23,17 +23,20 @@ from cpd.common.lifecycle import Lifecycle
 from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.served_models import ServedModel
 from cpd.common.settings import RouterSettings
 from cpd.common.tls import Certificate, make_certificate
 from cpd.common.tls_reads import cheap_reads
-from cpd.common.trust import cluster_secret, is_loopback
+from cpd.common.trust import ClusterSecret, cluster_secret, is_loopback
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.client_limit import ClientLimit
 from router.api.completions import CompletionService
 from router.api.connection import Connection, ConnectionsState
+from router.api.models import Models
 from router.api.sampling import default_sampling
 from router.api.tenants import Keys, Limits, read_keys
+from router.dispatch.roster import Followed, Roster
 from router.dispatch.workers import Workers
 from router.followed_files import FollowedFiles, follow
 from router.listener import listen
@@ -42,8 +45,9 @@ from router.operations.planner_metrics import PlannerMetrics
 from router.operations.summary import summarize
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
-from router.request_metrics import RequestMetrics
+from router.request_metrics import RequestMetrics, RouterMetrics
 from router.server_certificate import ServerCertificate, certificate_files, server_context
+from router.text.fair_threads import FairThreads
 from router.text.text_files import load_text_files
 
 REDIS_TIMEOUT_S = 2.0
@@ -107,46 +111,41 @@ async def serve(
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     secret = cluster_secret(settings)
     followed: list[FollowedFiles[Any]] = []
+    served = _served(settings)
     limits = Limits(settings.tenant_requests, settings.tenant_tokens_per_minute, int(settings.tenant_body_memory))
     keys = Keys(settings.api_key, (), secret, limits)
     if key_file := settings.api_key_file:
-        followed.append(FollowedFiles("API keys", [key_file], partial(read_keys, key_file), keys.replace))
+        names = [name for one in served for name in one.names]
+        followed.append(FollowedFiles("API keys", [key_file], partial(read_keys, key_file, names), keys.replace))
     tls = ServerCertificate()
     if pair := certificate_files(settings.tls_cert, settings.tls_key):
         followed.append(FollowedFiles("certificate and its key", pair, partial(server_context, *pair), tls.use))
-    text_files = load_text_files(Path(settings.model), settings.served_model_name)
-    sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
-    workers = Workers(
-        router_id,
-        secret,
-        model_digest=model_digest(Path(settings.model)),
-        itl_ms=settings.slo_itl,
-        learning=Learning(settings.policy, settings.slo_ttft),
-    )
-    metrics = RequestMetrics()
-    metrics.registry.register(WorkerMetrics(workers))
-    metrics.registry.register(PlannerMetrics(workers))
-    service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)
+    roster, metrics = Roster(router_id, secret), RouterMetrics()
+    metrics.registry().register(PlannerMetrics(roster))
+    threads = FairThreads()  # tenants share the threads of all models fairly
+    models = Models([_service(settings, one, router_id, secret, metrics, threads) for one in served])
     member_host = settings.advertise_host or listener.getsockname()[0]
-    peers = PeerRouters(router_id, lambda: workers.routers)
+    peers = PeerRouters(router_id, lambda: roster.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
     server = _server(
-        create_app(service, keys, hosts, clients, peers, lifecycle), clients, tls.context if pair else None
+        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle),
+        clients,
+        tls.context if pair else None,
     )
     unlimited = ClientLimit(0)
     certificate = None if is_loopback(settings.host) else make_certificate()
     admin_tls = certificate.context if certificate is not None else None
-    admin = _server(create_app(service, keys, hosts, unlimited, None, lifecycle), unlimited, admin_tls)
+    admin = _server(create_app(models, roster, metrics, keys, hosts, unlimited, None, lifecycle), unlimited, admin_tls)
     ended = asyncio.Event()
 
     def superseded() -> None:
         lifecycle.stop("a newer process has its id", EXIT_SUPERSEDED)
 
     async def serve_public(member: Member) -> None:
-        await workers.polled.wait()
+        await roster.polled.wait()
         waits_until = asyncio.get_running_loop().time() + (READY_S if others_accept else 0)
-        while not (lifecycle.draining.is_set() or workers.ready):
+        while not (lifecycle.draining.is_set() or models.ready):
             if asyncio.get_running_loop().time() >= waits_until and not await peers.serve_at(member):
                 break
             await asyncio.sleep(PEERS_POLL_S)
@@ -161,7 +160,8 @@ async def serve(
         lifecycle.stop("drained")
         server.should_exit = True
         await asyncio.sleep(GRACE_S)
-        service.dispatcher.close()
+        for service in models.services:
+            service.dispatcher.close()
 
     redis = Redis.from_url(
         settings.redis_url,
@@ -176,8 +176,9 @@ async def serve(
             lease(redis, settings.cluster, secret, member, settings.lease_s, superseded),
             asyncio.TaskGroup() as group,
         ):
-            group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
-            group.create_task(summarize(metrics.activity, workers, ended))
+            all_workers = [Followed(one.workers, one.dispatcher) for one in models.services]
+            group.create_task(roster.run(redis, settings.cluster, all_workers, ended))
+            group.create_task(summarize(metrics.activity, [one.workers for one in models.services], ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
             helpers = [
                 group.create_task(end(member)),
@@ -189,6 +190,48 @@ async def serve(
             for helper in helpers:
                 helper.cancel()
     return lifecycle.exit_code
+
+
+def _served(settings: RouterSettings) -> list[ServedModel]:
+    """Returns the models that the settings name.
+
+    Raises:
+        ConfigError: The settings for one model and those for several are mixed.
+    """
+    settings.check_models()
+    if not settings.models:
+        name = settings.served_model_name or Path(settings.model).resolve().name
+        return [ServedModel.model_construct(name=name, aliases=[], model=settings.model)]
+    return settings.models
+
+
+def _service(
+    settings: RouterSettings,
+    served: ServedModel,
+    router_id: str,
+    secret: ClusterSecret,
+    router_metrics: RouterMetrics,
+    threads: FairThreads,
+) -> CompletionService:
+    """Reads a model's files, and returns what serves it.
+
+    Raises:
+        CPDError: The checkpoint can't be used.
+    """
+    directory, several = Path(served.model), bool(settings.models)
+    text_files = load_text_files(directory, served.name, threads)
+    workers = Workers(
+        router_id,
+        secret,
+        model_name=served.name if several else "",
+        model_digest=model_digest(directory),
+        itl_ms=settings.slo_itl,
+        learning=Learning(settings.policy, settings.slo_ttft),
+    )
+    metrics = RequestMetrics(router_metrics, workers.model_name)
+    router_metrics.registry(workers.model_name).register(WorkerMetrics(workers))
+    defaults = default_sampling(directory, settings.sampling_defaults)
+    return CompletionService(settings, text_files, defaults, workers, metrics, served.aliases)
 
 
 def _server(app: ASGIApp, clients: ClientLimit, tls: ssl.SSLContext | None = None) -> "_Server":

@@ -247,6 +247,7 @@ class Worker:
             session=self.session_address,
             host=socket.gethostname(),
             pid=os.getpid(),
+            model=self._settings.served_model_name,
         )
         settings = self._settings
         await self._down.enter_async_context(

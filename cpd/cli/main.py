@@ -44,7 +44,7 @@ def _with_model(settings: ClusterSettings) -> ClusterSettings:
     """Returns the settings with the bundled model, if they name none."""
     from models import tiny
 
-    if settings.model:
+    if settings.model or settings.models:
         return settings
     name = settings.served_model_name or tiny.NAME
     return settings.model_copy(update={"model": str(tiny.CHECKPOINT), "served_model_name": name})
@@ -175,6 +175,9 @@ def scale(
     combined: Annotated[int | None, typer.Option("--combined", min=1, help="Number of combined workers.")] = None,
     prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Number of prefill workers.")] = None,
     routers: Annotated[int | None, typer.Option("--routers", min=1, help="Number of routers.")] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="Name of the model whose workers are meant, if the cluster has several.")
+    ] = "",
 ) -> None:
     """Change the numbers of workers and routers while the cluster runs. What goes ends its requests first."""
     from deploy.remote import change
@@ -182,7 +185,7 @@ def scale(
     with clean_exit():
         if combined is prefill is routers is None:
             raise ConfigError("say how many there shall be: --combined, --prefill, --routers")
-        change(cluster, "scale", {"combined": combined, "prefill": prefill, "router": routers})
+        change(cluster, "scale", {"combined": combined, "prefill": prefill, "router": routers, "model": model})
 
 
 @app.command()

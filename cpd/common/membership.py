@@ -88,6 +88,7 @@ class Member:
             same id, the one with the higher incarnation is the newer.
         admin: Where a router answers only for itself, like a worker's `address`; empty for workers.
         session: Where a worker takes sessions and prefill requests, like `address`; empty for routers.
+        model: Name in `models:` of the model that a worker serves; empty in a cluster with one model.
     """
 
     id: str
@@ -98,6 +99,7 @@ class Member:
     incarnation: int = 0
     admin: str = ""
     session: str = ""
+    model: str = ""
 
 
 _MEMBER = TypeAdapter(Member)

@@ -11,7 +11,7 @@ import typer
 from pydantic import ByteSize
 
 from cpd.common.errors import CPDError
-from cpd.common.settings import Settings
+from cpd.common.settings import Settings, section_of
 
 S = TypeVar("S", bound=Settings)
 
@@ -68,7 +68,7 @@ def _annotation(settings: type[Settings], name: str) -> Any:
     if kind is bool:
         flag += "/--no-" + flag.removeprefix("--")
     base = {int: int, float: float, bool: bool}.get(kind, str)
-    if get_origin(kind) is list:
+    if get_origin(kind) is list and section_of(settings, name) is None:
         return Annotated[list[str] | None, typer.Option(flag, help=help_text)]
     return Annotated[base | None, typer.Option(flag, help=help_text)]
 

@@ -8,7 +8,7 @@ import re
 from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ByteSize, Field, PrivateAttr, ValidationError, field_validator
@@ -25,6 +25,7 @@ from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.logs import LogFormat
 from cpd.common.policy_settings import PolicySettings
+from cpd.common.served_models import ServedModel, repeated_name
 
 Role = Literal["prefill", "combined"]
 
@@ -243,6 +244,9 @@ class WorkerSettings(AllWorkersSettings, _Advertised):
     worker_id: str = Field("", description="Name of this worker; empty: a random one.")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     session_port: int = Field(0, ge=0, le=65535, description="Port for sessions and prefills; 0 takes a free one.")
+    served_model_name: str = Field(
+        "", description="Name in `models:` of the model that this worker serves; empty in a cluster with one model."
+    )
 
 
 class SimulatedSettings(WorkersSettings, _Advertised):
@@ -254,6 +258,11 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
 
     model: str = Field("", description="Checkpoint directory: tokenizer.json, tokenizer_config.json, config.json.")
     served_model_name: str = Field("", description="Model name in the API; empty: the directory's name or the id.")
+    models: Annotated[list[ServedModel], NoDecode] = Field(
+        default_factory=list,
+        description="Several models instead of --model, each with its own workers: the section `models:` of the YAML "
+        "file, or the same as JSON.",
+    )
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     api_key: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
@@ -262,7 +271,7 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
     api_key_file: Path | None = Field(
         None,
         description="YAML file with a list of more keys: key, name, admin, min_priority, max_requests, "
-        "max_tokens_per_minute, max_body_memory. It is read again when it changes.",
+        "max_tokens_per_minute, max_body_memory, models. It is read again when it changes.",
     )
     tls_cert: Path | None = Field(
         None,
@@ -330,6 +339,13 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
     )
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
 
+    def check_models(self) -> None:
+        """Raises ConfigError if the settings for one model and those for several are mixed."""
+        for name in ("model", "served_model_name"):
+            if self.models and getattr(self, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is for one model: leave it out, or name all models in `models:`")
+
     @field_validator("api_key", "allowed_hosts", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
@@ -337,6 +353,15 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             return value
         return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+    @field_validator("models")
+    @classmethod
+    def _check_names(cls, models: list[ServedModel]) -> list[ServedModel]:
+        if name := repeated_name(models):
+            raise PydanticCustomError(
+                "names", "two models have the name or alias {name}: give each its own", {"name": repr(name)}
+            )
+        return models
 
     @field_validator("trusted_proxies")
     @classmethod
@@ -399,52 +424,89 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
     def _off(cls, value: Any) -> Any:
         return "off" if value is False else value  # what YAML makes of `off`
 
+    def check_models(self) -> None:
+        """Raises ConfigError if a setting does not work with `models`."""
+        super().check_models()
+        if not self.models:
+            return
+        for name in ("combined", "prefill"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(f"--{name} is for one model: give each entry of `models:` its own `{name}`")
+        if self.planner != "off":
+            raise ConfigError("--planner works for one model only: leave it out, or leave `models:` out")
+        for name in ("simulate", "profile"):
+            if getattr(self, name):
+                raise ConfigError(f"--{name} is the profile of one model: leave it out, or leave `models:` out")
+
+    def each_model(self) -> "list[ClusterSettings]":
+        """Returns the settings of each model's workers: these themselves if there is one model."""
+        return [self.of_model(one.name) for one in self.models] or [self]
+
+    def of_model(self, name: str) -> "ClusterSettings":
+        """Returns the settings of the workers of a model in `models`, as if it were the only one; these themselves for
+        an empty name."""
+        if not name:
+            return self
+        (one,) = (one for one in self.models if one.name == name)
+        own = one.model_dump(include={"model", "dtype", "max_model_len", "kv_memory", "prefill", "combined"})
+        given = {setting: value for setting, value in own.items() if value is not None}
+        return self.model_copy(update={"models": [], "served_model_name": name, **given})
+
 
 def _with_sections(settings: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values with a mapping for each setting that is a section of its own.
 
-    A text is JSON, or the section's `name`. So a flag that names a policy keeps the constants of the YAML file.
+    A text is JSON, or the section's `name`. So a flag that names a policy keeps the constants of the YAML file. A list
+    of sections is JSON only.
 
     Raises:
         ConfigError: The JSON is invalid.
     """
     values = dict(values)
     for name in values.keys() & settings.model_fields.keys():
-        if _section(settings, name) is None:
+        if section_of(settings, name) is None:
             continue
-        value = values[name]
+        value, several = values[name], get_origin(settings.model_fields[name].annotation) is list
         if isinstance(value, str):
             try:
-                value = from_json(value) if value.startswith("{") else {"name": value}
+                value = from_json(value) if several or value.startswith("{") else {"name": value}
             except ValueError as error:
                 raise ConfigError(f"{name.replace('_', '-')} is not valid JSON: {error}") from None
-        if isinstance(value, dict):
-            values[name] = {str(key).replace("-", "_"): one for key, one in value.items()}
+        values[name] = [_underscored(one) for one in value] if isinstance(value, list) else _underscored(value)
     return values
 
 
-def _section(settings: type[Settings], name: str) -> type[BaseModel] | None:
-    """Returns the class of a setting that is a section of its own, else None."""
-    kind = settings.model_fields[name].annotation if name in settings.model_fields else None
+def _underscored(value: Any) -> Any:
+    """Returns a mapping with underscores for dashes in its keys; anything else as it is."""
+    return {str(key).replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def section_of(settings: type[Settings], name: str) -> type[BaseModel] | None:
+    """Returns the class of a setting that is a section of its own, or a list of sections, else None."""
+    kind: Any = settings.model_fields[name].annotation if name in settings.model_fields else None
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _sentence(error: ValidationError, settings: type[Settings]) -> str:
-    """One sentence about the first setting that is wrong."""
+    """One sentence about a setting that does not exist, else about the first one that is wrong."""
     errors = error.errors()
-    place, given = errors[0]["loc"], errors[0]["input"]
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    place, given = first["loc"], first["input"]
     fields = settings.model_fields
     parts = [str(part) for part in place[:1]]
-    if len(place) > 1 and (section := _section(settings, parts[0])):
-        parts.append(str(place[1]))
+    if len(place) > 1 and (section := section_of(settings, parts[0])):
+        parts += [str(part) for part in (place[1:3] if isinstance(place[1], int) else place[1:2])]
         fields = section.model_fields
     name = ".".join(parts).replace("_", "-") or "settings"
-    if errors[0]["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden":
         known = [".".join([*parts[:-1], field]).replace("_", "-") for field in fields]
         near = get_close_matches(name, known, 1)
         return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     reasons = dict.fromkeys(one["msg"] for one in errors if one["loc"][: len(parts)] == place[: len(parts)])
-    return f"{name}: {', or: '.join(reasons)} (got {given!r})"
+    told = f"{name}: {', or: '.join(reasons)}"
+    return told if first["type"] in ("missing", "names") else f"{told} (got {given!r})"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

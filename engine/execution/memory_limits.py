@@ -46,10 +46,13 @@ def default_pool(device: torch.device, weight_bytes: int, page_bytes: int, gpu_m
     return min(left, _MAX_PAGES * page_bytes)
 
 
-def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1) -> None:
-    """Raises ConfigError if the device has too little free memory for the weights and pools of the workers."""
+def check_memory(
+    device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1, taken_bytes: int = 0
+) -> None:
+    """Raises ConfigError if the device has too little free memory, less `taken_bytes`, for the weights and pools of the
+    workers."""
     available = available_memory(device)
-    if available is not None and workers * (weight_bytes + kv_bytes) > available:
+    if available is not None and workers * (weight_bytes + kv_bytes) > (available := max(0, available - taken_bytes)):
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
         gpu, setting = "", "--kv-memory"
         if device.type == "cuda":

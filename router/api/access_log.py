@@ -6,37 +6,39 @@ import logging
 from dataclasses import dataclass
 
 from cpd.common.logs import ACCESS_LOGGER, fields
+from router.activity import Activity
 from router.api.respond import CompletionResponse
-from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(ACCESS_LOGGER)
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """What is known of a call from its head.
+    """What is known of a call before its response.
 
     Attributes:
         tenant: The tenant's name.
         started: Loop time at which the head was read.
+        model: Name of the model; empty if it is not known.
     """
 
     path: str
     request_id: str
     tenant: str
     started: float
+    model: str = ""
 
 
 class AccessLog:
     """Writes the lines and counts the calls.
 
     Args:
-        model: Name of the model in the API.
+        model: Name of the model if there is only one, else empty.
     """
 
-    def __init__(self, model: str, metrics: RequestMetrics) -> None:
+    def __init__(self, model: str, activity: Activity) -> None:
         self._model = model
-        self._activity = metrics.activity
+        self._activity = activity
 
     def add(
         self, call: CallStart, *, status: int, outcome: str, code: str, response: CompletionResponse | None
@@ -57,7 +59,7 @@ class AccessLog:
             "path": call.path,
             "request_id": call.request_id,
             "tenant": call.tenant,
-            "model": self._model,
+            "model": call.model or self._model,
             "outcome": outcome,
         }
         if status:

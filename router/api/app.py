@@ -24,6 +24,7 @@ from router.api.client_limit import ClientLimit
 from router.api.completions import Caller, CompletionService
 from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, converts, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
+from router.api.models import Models
 from router.api.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -51,15 +52,19 @@ from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
 from router.api.tokenization import detokenize, tokenize
 from router.dispatch.dispatcher import RETRY_S
+from router.dispatch.roster import Roster
 from router.errors import ApiError, invalid, unavailable
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_view import PlannerView, planner_view
-from router.operations.status import ClusterStatus
+from router.operations.status import ClusterStatus, Served
+from router.request_metrics import RouterMetrics
 
 
 def create_app(
-    service: CompletionService,
+    models: Models,
+    roster: Roster,
+    metrics: RouterMetrics,
     keys: Keys,
     hosts: AllowedHosts,
     clients: ClientLimit,
@@ -69,6 +74,9 @@ def create_app(
     """Creates the router's ASGI application.
 
     Args:
+        models: The models that it serves.
+        roster: The processes of the cluster.
+        metrics: The metrics of this router.
         keys: The valid API keys.
         hosts: The allowed hosts.
         clients: Counts the connections of each client.
@@ -77,7 +85,7 @@ def create_app(
     """
 
     def refuse(error: ApiError) -> Response:
-        service.metrics.errors(error.code).inc()
+        metrics.errors(error.code).inc()
         return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
 
     async def on_error(request: Request, error: Exception) -> Response:
@@ -104,55 +112,62 @@ def create_app(
         swagger_ui_parameters={"validatorUrl": None},  # which would send the document to another host
         exception_handlers=dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), on_error),
     )
-    generating = _add_api(app, service) if peers is not None else {}
-    _add_operations(app, service, peers, lifecycle)
+    generating = _add_api(app, models) if peers is not None else {}
+    _add_operations(app, models, roster, metrics, peers, lifecycle)
     if peers is None:
         _add_drain(app, keys, lifecycle)
-        _add_planner_view(app, service, keys)
+        _add_planner_view(app, models, keys)
     complete(app, needs_key=keys.any)
-    limits = TenantLimits(lambda: len(service.workers.routers))
-    access = AccessLog(service.text_files.name, service.metrics)
+    limits = TenantLimits(lambda: len(roster.routers))
+    access = AccessLog(models.first.name if len(models.services) == 1 else "", metrics.activity)
     return Gate(app, generating, keys, hosts, limits, clients, refuse, access)
 
 
-def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
+def _add_api(app: FastAPI, models: Models) -> dict[str, Endpoint]:
     """Adds the routes of OpenAI's API and those that convert text. Returns the endpoints that read a body, by path."""
     created = int(time.time())
-    settings, defaults = service.settings, service.sampling_defaults
+    settings, defaults, off_loop = models.first.settings, models.sampling_defaults, models.first.off_loop
 
     async def read(request: Request, kind: type[R]) -> R:
         body = await read_body(request, settings.max_body, _caller(request).admission.hold)
-        return await service.off_loop(
-            lambda: parse(body, kind, max_n=settings.max_n, defaults=defaults), _caller(request)
-        )
+        return await off_loop(lambda: parse(body, kind, max_n=settings.max_n, defaults=defaults), _caller(request))
 
     async def read_conversion(request: Request, kind: type[C]) -> C:
         body = await read_body(request, settings.max_body, _caller(request).admission.hold)
-        return await service.off_loop(lambda: parse_conversion(body, kind), _caller(request))
+        return await off_loop(lambda: parse_conversion(body, kind), _caller(request))
+
+    def find(request: Request, name: str | None) -> CompletionService:
+        service = models.find(name, _tenant(request))
+        request.scope["state"]["model"] = service.name
+        return service
 
     @app.post("/v1/chat/completions", **generates(ChatRequest, ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(request: Request) -> Response:
         """Generates the next message of a chat, with the model's own chat template."""
-        return await service.chat(await read(request, ChatRequest), _caller(request))
+        asked = await read(request, ChatRequest)
+        return await find(request, asked.model).chat(asked, _caller(request))
 
     @app.post("/v1/completions", **generates(CompletionRequest, TextCompletion, TextCompletionChunk))
     async def create_completion(request: Request) -> Response:
         """Continues a text, or several."""
-        return await service.complete(await read(request, CompletionRequest), _caller(request))
+        asked = await read(request, CompletionRequest)
+        return await find(request, asked.model).complete(asked, _caller(request))
 
     @app.post("/tokenize", **converts(TokenizeRequest, Tokenized))
     async def get_tokens(request: Request) -> Response:
         """Converts a text, or a chat by the model's own chat template, to tokens."""
-        return _json(await tokenize(service, await read_conversion(request, TokenizeRequest), _caller(request)))
+        asked = await read_conversion(request, TokenizeRequest)
+        return _json(await tokenize(find(request, asked.model), asked, _caller(request)))
 
     @app.post("/detokenize", **converts(DetokenizeRequest, Detokenized))
     async def get_text(request: Request) -> Response:
         """Converts tokens to text."""
-        return _json(await detokenize(service, await read_conversion(request, DetokenizeRequest), _caller(request)))
+        asked = await read_conversion(request, DetokenizeRequest)
+        return _json(await detokenize(find(request, asked.model), asked, _caller(request)))
 
-    def model_card() -> ModelCard:
+    def model_card(service: CompletionService) -> ModelCard:
         return {
-            "id": service.text_files.name,
+            "id": service.name,
             "object": "model",
             "created": created,
             "owned_by": "cpd",
@@ -160,15 +175,14 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
         }
 
     @app.get("/v1/models", responses=returns(ModelList, 401, 421))
-    async def list_models() -> Response:
-        """Lists the model that this server has."""
-        return _json({"object": "list", "data": [model_card()]})
+    async def list_models(request: Request) -> Response:
+        """Lists the models that this server has, and that the API key may use."""
+        return _json({"object": "list", "data": [model_card(one) for one in models.allowed(_tenant(request))]})
 
     @app.get("/v1/models/{name:path}", responses=returns(ModelCard, 401, 404, 421))
-    async def get_model(name: str) -> Response:
-        """Describes the model that this server has."""
-        service.check_model(name)
-        return _json(model_card())
+    async def get_model(request: Request, name: str) -> Response:
+        """Describes a model, by its name or an alias."""
+        return _json(model_card(models.find(name, _tenant(request))))
 
     return {
         "/v1/chat/completions": create_chat_completion,
@@ -192,28 +206,32 @@ def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
         return _json({"status": "draining"})
 
 
-def _add_planner_view(app: FastAPI, service: CompletionService, keys: Keys) -> None:
+def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
     """Adds the route by which the planner sees what arrives."""
 
     @app.get("/load", responses=returns(PlannerView, 401, 403, 421))
     async def get_load(request: Request) -> Response:
         """The requests that this router has counted, and the workers that are ready, for the planner."""
         keys.check_operator(_authorization(request))
-        settings = service.settings
+        if len(models.services) > 1:
+            raise invalid(None, "The planner works for one model only.", code="several_models", status=409)
+        service, settings = models.first, models.first.settings
         view = planner_view(service.workers, service.dispatcher.arrivals, settings.slo_ttft, settings.slo_itl)
         return _json(view)
 
 
-def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters | None, lifecycle: Lifecycle) -> None:
+def _add_operations(
+    app: FastAPI,
+    models: Models,
+    roster: Roster,
+    metrics: RouterMetrics,
+    peers: PeerRouters | None,
+    lifecycle: Lifecycle,
+) -> None:
     """Adds the routes for operators."""
-    workers = service.workers
+    served = [Served(one.name, one.aliases, one.workers, one.dispatcher.decisions) for one in models.services]
     overview = Overview(
-        workers,
-        service.dispatcher.decisions,
-        peers,
-        service.metrics.usage.tenants,
-        cluster=service.settings.cluster,
-        model=service.text_files.name,
+        roster, served, peers, metrics.usage.tenants, cluster=models.first.settings.cluster, ready=lambda: models.ready
     )
 
     @app.get("/livez", responses=returns(Health), openapi_extra=NO_KEY)
@@ -225,11 +243,11 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
     @app.get("/health", responses=returns(Health, 503), openapi_extra=NO_KEY)
     @app.get("/ping", responses=returns(Health, 503), openapi_extra=NO_KEY)
     async def is_ready() -> Response:
-        """Succeeds if a combined worker is live and the router knows the cached blocks of all workers and does not
-        drain. `/health` and `/ping` are the same under the names that other servers have."""
+        """Succeeds if a combined worker, of any model, is live and the router knows the cached blocks of all workers
+        and does not drain. `/health` and `/ping` are the same under the names that other servers have."""
         if lifecycle.draining.is_set():
             raise unavailable("The router drains.", RETRY_S)
-        if not workers.ready:
+        if not models.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         return _json({"status": "ok"})
 
@@ -239,10 +257,10 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
         return _json({"version": app.version})
 
     @app.get("/metrics", responses=returns(str, 401, 403, 421), response_class=PlainTextResponse)
-    async def metrics(request: Request) -> Response:
+    async def get_metrics(request: Request) -> Response:
         """Metrics of the router that answers, in Prometheus' text format."""
         _tenant(request).check_admin()
-        text = await asyncio.to_thread(service.metrics.text)  # takes 0.2 s with a thousand workers
+        text = await asyncio.to_thread(metrics.text)  # takes 0.2 s with a thousand workers
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/metrics/targets", responses=returns(list[ScrapeTargets], 401, 403, 421))

@@ -68,12 +68,14 @@ class Caller:
 
 
 class CompletionService:
-    """Starts chat and text completions.
+    """Starts chat and text completions of one model.
 
     Args:
         sampling_defaults: Sampling fields whose defaults differ from OpenAI's.
+        aliases: Other names of the model in the API.
 
     Attributes:
+        names: All its names.
         output_format: How the model writes reasoning and tool calls.
     """
 
@@ -84,8 +86,11 @@ class CompletionService:
         sampling_defaults: Mapping[str, float],
         workers: Workers,
         metrics: RequestMetrics,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.text_files = text_files
+        self.aliases = aliases
+        self.names = frozenset({text_files.name, *aliases})
         self.sampling_defaults = sampling_defaults
         self.workers = workers
         self.metrics = metrics
@@ -97,11 +102,10 @@ class CompletionService:
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
         self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError (404) if `name` is not the model that this server has."""
-        if name != self.text_files.name:
-            message = f"The model '{name}' does not exist. This server has '{self.text_files.name}'."
-            raise invalid("model", message, code="model_not_found", status=404)
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.text_files.name
 
     async def off_loop(self, call: Callable[[], T], caller: Caller) -> T:
         """Returns what `call` returns: on a thread that tenants share fairly, if the request's body is large."""
@@ -116,7 +120,7 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        self._check_call(request, caller)
+        caller.tenant.check_priority(request.priority)
         grammar = await self._grammar(request, caller)
         tools = request.offered_tools
         kwargs = self._template_kwargs(request)
@@ -137,7 +141,7 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        self._check_call(request, caller)
+        caller.tenant.check_priority(request.priority)
         grammar = await self._grammar(request, caller)
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -206,10 +210,6 @@ class CompletionService:
         if template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none", **kwargs}
         raise unsupported("reasoning_effort")
-
-    def _check_call(self, request: GenerateRequest, caller: Caller) -> None:
-        self.check_model(request.model)
-        caller.tenant.check_priority(request.priority)
 
     async def _grammar(self, request: GenerateRequest, caller: Caller) -> Grammar | None:
         """Returns the grammar that the output must follow, checked; None if there is none."""

@@ -143,7 +143,8 @@ class Gate:
                 call = response if isinstance(response, CompletionResponse) else None
                 if call is not None:
                     outcome, code = call.outcome, call.error.code if call.error is not None else code
-                about = CallStart(scope["path"], request_id.decode(), tenant.name, now)
+                model = scope.get("state", {}).get("model", "")
+                about = CallStart(scope["path"], request_id.decode(), tenant.name, now, model)
                 self._access.add(about, status=status, outcome=outcome, code=code, response=call)
 
 

@@ -4,7 +4,7 @@ A field is honoured, or accepted and ignored because it can't change the result,
 change the result is never ignored. `router/api/sampling.py` names the files that a sampling parameter passes through.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -331,12 +331,19 @@ endpoint does not honour them."""
 _NOT_HONOURED = _HARMLESS | _UNSUPPORTED.keys()
 
 
-def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, float] = MappingProxyType({})) -> R:
+def no_defaults(model: object) -> Mapping[str, float]:
+    """Returns no defaults that differ from OpenAI's, whatever the model."""
+    return {}
+
+
+def parse(
+    body: bytes, kind: type[R], *, max_n: int, defaults: Callable[[object], Mapping[str, float]] = no_defaults
+) -> R:
     """Parses and checks a request.
 
     Args:
         max_n: Largest valid `n`.
-        defaults: Defaults of sampling fields that differ from OpenAI's.
+        defaults: Returns the defaults of sampling fields that differ from OpenAI's, for what the body has as `model`.
 
     Raises:
         ApiError: The request is not valid; the error names the field.
@@ -344,7 +351,7 @@ def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, floa
     data = _load(body)
     if not _NOT_HONOURED.isdisjoint(data):
         _take_out(data, kind)
-    request = _validate(body, data, kind, defaults)
+    request = _validate(body, data, kind, defaults(data.get("model")))
     _check(request, max_n)
     return request
 

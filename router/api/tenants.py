@@ -5,7 +5,7 @@ of their limits. Workers limit a tenant's share of their queue (`engine/scheduli
 """
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -47,6 +47,7 @@ class Tenant:
         salt: Part of every block hash, so that no tenant can find out the prompts of another one.
         admin: Whether `/metrics`, `/cluster` and `/usage` are allowed.
         min_priority: The lowest `priority` allowed (lower ones go first).
+        models: Names or aliases of the models that it may use; None: all.
     """
 
     name: str = ""
@@ -54,6 +55,11 @@ class Tenant:
     admin: bool = True
     min_priority: int = -MAX_PRIORITY
     limits: Limits = Limits()
+    models: frozenset[str] | None = None
+
+    def may_use(self, names: frozenset[str]) -> bool:
+        """True if the tenant may use the model with these names."""
+        return self.models is None or not self.models.isdisjoint(names)
 
     def check_admin(self) -> None:
         """Raises ApiError (403) if the tenant may not see the cluster's state."""
@@ -79,6 +85,7 @@ class KeyEntry(BaseModel):
     max_requests: Annotated[int, Field(ge=0)] | None = None
     max_tokens_per_minute: Annotated[int, Field(ge=0)] | None = None
     max_body_memory: ByteSize | None = None
+    models: Annotated[list[str], Field(min_length=1)] | None = None
 
     def limits(self, defaults: Limits) -> Limits:
         """The limits of its owner."""
@@ -90,11 +97,14 @@ class KeyEntry(BaseModel):
 _ENTRIES = TypeAdapter(list[KeyEntry])
 
 
-def read_keys(file: Path) -> list[KeyEntry]:
+def read_keys(file: Path, models: Collection[str] | None = None) -> list[KeyEntry]:
     """Reads a key file.
 
+    Args:
+        models: Names and aliases of all models; None: not known.
+
     Raises:
-        ConfigError: The file can't be read, or is not a list of keys.
+        ConfigError: The file can't be read, is not a list of keys, or names a model that there is not.
     """
     try:
         entries = _ENTRIES.validate_python(yaml.safe_load(file.read_text()))
@@ -110,6 +120,13 @@ def read_keys(file: Path) -> list[KeyEntry]:
         raise ConfigError(f"the key file {file} has a key twice")
     if not entries:
         raise ConfigError(f"the key file {file} has no key: nobody could use the cluster")
+    if models is not None:
+        named = {name for entry in entries for name in entry.models or ()}
+        if unknown := sorted(named - set(models)):
+            raise ConfigError(
+                f"the key file {file} has a key for the model {unknown[0]!r}, and there is none of that name; there"
+                f" are: {', '.join(models)}"
+            )
     by_name: dict[str, KeyEntry] = {}
     for entry in entries:
         if entry.name is not None:
@@ -148,7 +165,8 @@ class Keys:
         tenants = [(_digest(key), self._tenant(_hidden(key), limits=self._limits)) for key in self._keys]
         for entry in entries:
             key, limits = entry.key.get_secret_value(), entry.limits(self._limits)
-            tenant = self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority, limits)
+            models = frozenset(entry.models) if entry.models is not None else None
+            tenant = self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority, limits, models)
             tenants.append((_digest(key), tenant))
         if tenants and self._secret:
             tenants.append((_digest(self._secret.admin_key), self._tenant(CLUSTER_NAME)))
@@ -194,10 +212,11 @@ class Keys:
         admin: bool = True,
         min_priority: int = -MAX_PRIORITY,
         limits: Limits = Limits(),
+        models: frozenset[str] | None = None,
     ) -> Tenant:
         # of the name, so that a new key finds what the old one has cached; of the secret, so that nobody can guess it
         salt = self._secret.key(f"salt of tenant {name}")[:16]
-        return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority, limits=limits)
+        return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority, limits=limits, models=models)
 
 
 def _digest(key: str) -> bytes:

@@ -18,10 +18,8 @@ async def tokenize(service: CompletionService, request: TokenizeRequest, caller:
     """Returns the tokens of a prompt.
 
     Raises:
-        ApiError: The model is another one, or its chat template refuses the chat.
+        ApiError: The model's chat template refuses the chat.
     """
-    if request.model is not None:
-        service.check_model(request.model)
     tokenizer = service.text_files.tokenizer
     if request.messages is not None:
         text = await service.chat_text(request.messages, request.chat_template_kwargs, request.tools, caller)
@@ -49,11 +47,5 @@ async def _strings(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 async def detokenize(service: CompletionService, request: DetokenizeRequest, caller: Caller) -> Detokenized:
-    """Returns the text of tokens.
-
-    Raises:
-        ApiError: The model is another one.
-    """
-    if request.model is not None:
-        service.check_model(request.model)
+    """Returns the text of tokens."""
     return {"prompt": await service.off_loop(partial(service.text_files.tokenizer.decode, request.tokens), caller)}

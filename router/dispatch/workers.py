@@ -1,41 +1,34 @@
-"""All workers of the cluster, with one session each.
+"""All workers of a model, with one session each.
 
-Redis lists the workers that exist; the session with a worker shows whether it can be used. While Redis is down, the
-router keeps the workers it knows. A worker that is no longer listed is kept until its session ends.
+Redis lists the workers that exist (`roster.py`); the session with a worker shows whether it can be used. A worker that
+is no longer listed is kept until its session ends.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from cpd.common.blocks import BLOCK_SIZE
-from cpd.common.membership import Member, members
-from cpd.common.planner_lease import read_plan
+from cpd.common.membership import Member
 from cpd.common.tls import without_fingerprint
 from cpd.common.trust import ClusterSecret
-from cpd.planner.report import PlanReport, parse_report
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
-from router.errors import describe
 from router.placement.candidate import Candidate
 from router.placement.learning import Learning
 from router.prefix_index.index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-"""Interval at which Redis is asked for the workers, in seconds."""
+SWEEP_S = 0.5
+"""Interval at which the index is cleared of lost workers, in seconds."""
 
 SWEEP_PAUSE_S = 0.01
 """Pause while the index is cleared of lost workers, after every millisecond of work; in seconds."""
 
-_ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
+ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +48,20 @@ class ClusterModel:
 
 
 class Workers:
-    """The workers that this router knows.
+    """The workers of one model that this router knows.
 
     Args:
         router_id: This router's name.
         secret: The cluster's secret.
+        model_name: The name that their leases must have; empty, if the cluster has one model, for any.
         model_digest: Of this router's model; empty admits workers with any.
         itl_ms: Target for the gaps between the tokens of a stream, in ms.
         learning: What this router learns from requests.
 
     Attributes:
         router_id: This router's name.
+        model_name: See above.
         index: The cached blocks of the workers.
-        routers: The live routers, this one included.
-        polled: Set after the first attempt to ask Redis for the workers, even if it failed.
-        redis_error: Reason why Redis does not answer; empty if it does.
-        plan: The planner's last decision; None if there was no planner within the last hour.
-        plans: Whether a planner is alive.
     """
 
     def __init__(
@@ -79,18 +69,14 @@ class Workers:
         router_id: str,
         secret: ClusterSecret,
         *,
+        model_name: str = "",
         model_digest: bytes = b"",
         itl_ms: float,
         learning: Learning,
     ) -> None:
         self.index = PrefixIndex()
-        self.routers: list[Member] = []
-        self.polled = asyncio.Event()
-        self.redis_error = ""
-        self.plan: PlanReport | None = None
-        self.plans = False
-        self._unreadable: set[str] = set()  # leases
         self.router_id = router_id
+        self.model_name = model_name
         self._secret = secret
         self._model_digest = model_digest
         self._itl_ms = itl_ms
@@ -106,14 +92,19 @@ class Workers:
         return sorted(self._sessions.copy().values(), key=lambda session: session.id)
 
     @property
-    def ready(self) -> bool:
-        """True if a worker takes requests, and each worker that was listed when this router started has either sent its
-        cache snapshot or failed to."""
+    def settled(self) -> bool:
+        """True once each worker that was listed when this router started has either sent its cache snapshot or failed
+        to."""
         if self._awaited is None:
             return False
         while self._awaited and self._awaited[-1].settled:
             self._awaited.pop()
-        return not self._awaited and any(self._takers())
+        return not self._awaited
+
+    @property
+    def ready(self) -> bool:
+        """True if it is settled and a worker takes requests."""
+        return self.settled and any(self._takers())
 
     @property
     def model(self) -> ClusterModel:
@@ -161,45 +152,19 @@ class Workers:
         combined = [session for session in live if session.role == "combined"]
         return combined or [session for session in live if session.takes_any]
 
-    async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
-        """Follows the cluster's membership until `ended` is set; then closes all sessions."""
-        # an event, because the Redis client's own timeouts can swallow a cancellation
-        sweeper = asyncio.create_task(self._sweep(), name="sweep-index")
-        try:
-            while not ended.is_set():
-                await self._poll(redis, cluster, listener)
-                self.polled.set()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await ended.wait()
-        finally:
-            sweeper.cancel()
-            for worker_id in list(self._sessions):
-                await self._close(worker_id, listener)
-
-    async def _sweep(self) -> None:
+    async def sweep(self) -> None:
         """Clears the index of workers that are gone, until cancelled."""
         while True:
             more = self.index.sweep()
-            await asyncio.sleep(SWEEP_PAUSE_S if more else POLL_S)
+            await asyncio.sleep(SWEEP_PAUSE_S if more else SWEEP_S)
 
-    async def _poll(self, redis: Redis, cluster: str, listener: Listener) -> None:
-        try:
-            listed = await members(redis, cluster, self._secret, self._unreadable)
-            plan, self.plans = await read_plan(redis, cluster, self._secret)
-        except (RedisError, OSError, TimeoutError) as error:
-            if not self.redis_error:
-                log.warning("Redis does not answer; keeping the known workers: %s", describe(error))
-            self.redis_error = describe(error)
-            return
-        if self.redis_error:
-            log.info("Redis answers again")
-        self.redis_error = ""
-        self.plan = parse_report(plan)
-        self.routers = sorted((member for member in listed if member.kind == "router"), key=lambda one: one.id)
-        await self._follow({member.id: member for member in listed if member.kind in _ROLES}, listener)
+    async def close(self, listener: Listener) -> None:
+        """Closes all sessions."""
+        for worker_id in list(self._sessions):
+            await self._close(worker_id, listener)
 
-    async def _follow(self, listed: Mapping[str, Member], listener: Listener) -> None:
+    async def follow(self, listed: Mapping[str, Member], listener: Listener) -> None:
+        """Opens and closes sessions, so that there is one with each of the workers that are listed, by name."""
         for worker_id, session in list(self._sessions.items()):
             replaced = worker_id in listed and listed[worker_id] != session.member
             gone = worker_id not in listed and not session.connected
@@ -235,7 +200,12 @@ class Workers:
             raise RefusedError(
                 f"the worker at {without_fingerprint(member.address)} is {hello.worker_id!r}, not {member.id!r}"
             )
-        if hello.role != _ROLES[member.kind]:
+        if self.model_name and member.model != self.model_name:
+            serves = f"names the model {member.model!r}" if member.model else "names no model"
+            raise RefusedError(
+                f"its lease {serves}, and this router has none of that name; start it with --served-model-name"
+            )
+        if hello.role != ROLES[member.kind]:
             role = pb.Role.Name(hello.role) if hello.role in pb.Role.values() else hello.role
             raise RefusedError(f"its lease has the role {member.kind!r}, but its Hello {role}")
         if not (hello.fingerprint and hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):

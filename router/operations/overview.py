@@ -5,7 +5,7 @@ port answers only for its own router. If a router does not answer, the response 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -13,11 +13,10 @@ import orjson
 from typing_extensions import TypedDict
 
 from cpd.common.tls import base_url
-from router.dispatch.workers import Workers
+from router.dispatch.roster import Roster
 from router.errors import invalid
 from router.operations.peer_routers import PeerAnswer, PeerRouters
-from router.operations.status import ClusterStatus, cluster_status, with_peers
-from router.placement.decisions import Decisions
+from router.operations.status import ClusterStatus, Served, cluster_status, with_peers
 from router.usage import TenantUsage, unused
 
 
@@ -55,34 +54,34 @@ class Overview:
     """Answers for this router and its peers.
 
     Args:
+        peers: The other routers to ask; None to answer for this router alone.
         usage: What each tenant has used at this router.
         cluster: The cluster's name.
-        model: The model's name.
-        peers: The other routers to ask; None to answer for this router alone.
+        ready: Returns whether this router is ready.
     """
 
     def __init__(
         self,
-        workers: Workers,
-        decisions: Decisions,
+        roster: Roster,
+        models: Sequence[Served],
         peers: PeerRouters | None,
         usage: Mapping[str, TenantUsage],
         *,
         cluster: str,
-        model: str,
+        ready: Callable[[], bool],
     ) -> None:
-        self._workers = workers
-        self._decisions = decisions
+        self._roster = roster
+        self._models = models
         self._peers = peers
         self._usage = usage
         self._since = time.time()
         self._cluster = cluster
-        self._model = model
+        self._ready = ready
 
     async def cluster(self, authorization: bytes) -> ClusterStatus:
         """Returns the state of the cluster. `routers[].error` says why a router did not answer."""
-        own = cluster_status(self._workers, self._cluster, self._model, trusted=self._workers.learning.trusted)
-        return with_peers(own, self._workers.router_id, await self._ask("/cluster", authorization))
+        own = cluster_status(self._roster, self._models, self._cluster, ready=self._ready())
+        return with_peers(own, self._roster.router_id, await self._ask("/cluster", authorization))
 
     async def placements(self, tenant: str, authorization: bytes, request_id: str) -> RequestPlacements:
         """Returns the placements of a tenant's request.
@@ -90,8 +89,12 @@ class Overview:
         Raises:
             ApiError: No router that answered knows the request (404).
         """
-        own_id = self._workers.router_id
-        placements = [{"router": own_id, **record.describe()} for record in self._decisions.find(tenant, request_id)]
+        own_id = self._roster.router_id
+        placements = [
+            {"router": own_id, **record.describe()}
+            for one in self._models
+            for record in one.decisions.find(tenant, request_id)
+        ]
         missing: dict[str, str] = {}
         segment = quote(request_id, safe="").replace(".", "%2E")  # as it is, `../usage` would be another route
         for answer in await self._ask(f"/requests/{segment}", authorization):
@@ -107,7 +110,7 @@ class Overview:
 
     async def usage(self, authorization: bytes) -> ClusterUsage:
         """Returns what each tenant has used."""
-        total: ClusterUsage = {"tenants": {}, "since": {self._workers.router_id: self._since}, "missing": {}}
+        total: ClusterUsage = {"tenants": {}, "since": {self._roster.router_id: self._since}, "missing": {}}
         _add_usage(total["tenants"], self._usage)
         for answer in await self._ask("/usage", authorization):
             if not answer.ok:
@@ -121,7 +124,7 @@ class Overview:
     def scrape_targets(self) -> list[ScrapeTargets]:
         """Returns the admin ports of all routers, with the scheme that Prometheus must use."""
         targets: list[ScrapeTargets] = []
-        for member in self._workers.routers:
+        for member in self._roster.routers:
             scheme, _, place = base_url(member.admin)[0].partition("://")
             targets.append({"targets": [place], "labels": {"router": member.id, "__scheme__": scheme}})
         return targets

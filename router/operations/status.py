@@ -1,20 +1,33 @@
 """The document of `GET /cluster`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TypeVar, cast
 
 import orjson
 from typing_extensions import TypedDict
 
+from cpd.common.membership import Member
 from cpd.planner.report import PlanReport
 from cpd.rpc import cpd_pb2 as pb
+from router.dispatch.roster import Roster
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerAnswer
 from router.operations.worker_metrics import pages
+from router.placement.decisions import Decisions
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that this router serves: its names in the API, its workers, and the recent placements there."""
+
+    name: str
+    aliases: Sequence[str]
+    workers: Workers
+    decisions: Decisions
 
 
 class RouterView(TypedDict):
@@ -81,9 +94,13 @@ class WorkerLoad(TypedDict):
 
 
 class WorkerStatus(TypedDict):
-    """A worker. `state`, `reason` and `cached_blocks` are the answering router's; `routers` has all routers' views."""
+    """A worker. `state`, `reason` and `cached_blocks` are the answering router's; `routers` has all routers' views.
+
+    `model` is the name of its model; empty if it does not say, in a cluster of several models.
+    """
 
     id: str
+    model: str
     role: str
     address: str
     session: str
@@ -124,8 +141,22 @@ class RedisStatus(TypedDict):
     error: str | None
 
 
+class ModelStatus(TypedDict):
+    """A model that is served. `ready`: a worker takes its requests. `trusted` as in the cluster's state."""
+
+    name: str
+    aliases: list[str]
+    ready: bool
+    trusted: bool
+    max_model_len: int | None
+
+
 class ClusterStatus(TypedDict):
     """The state of the cluster.
+
+    `model` and `max_model_len` are those of the first of the `models`. `ready`: the router takes requests for one of
+    them. `trusted`: the
+    predictions for all of them are mostly right.
 
     `plan` is the last decision of the planner; null without one in the last hour. `planner` says whether one is alive.
     """
@@ -135,6 +166,7 @@ class ClusterStatus(TypedDict):
     ready: bool
     trusted: bool
     max_model_len: int | None
+    models: list[ModelStatus]
     redis: RedisStatus
     workers: list[WorkerStatus]
     routers: list[RouterStatus]
@@ -142,25 +174,40 @@ class ClusterStatus(TypedDict):
     plan: PlanReport | None
 
 
-def cluster_status(workers: Workers, cluster: str, model: str, *, trusted: bool) -> ClusterStatus:
-    """Returns the cluster as this router sees it. `trusted`: its predictions are mostly right."""
+def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, ready: bool) -> ClusterStatus:
+    """Returns the cluster as this router, which is `ready` or not, sees it."""
+    described = [_model(one) for one in models]
+    workers = [_worker(session, roster.router_id, one) for one in models for session in one.workers.sessions]
     return {
         "cluster": cluster,
-        "model": model,
-        "ready": workers.ready,
-        "trusted": trusted,
-        "max_model_len": workers.model.max_model_len or None,
-        "redis": {"ok": not workers.redis_error, "error": workers.redis_error or None},
-        "workers": [
-            _worker(session, workers.router_id, workers.index.size(session.id)) for session in workers.sessions
-        ],
-        "routers": [
-            cast(RouterStatus, asdict(member) | {"ready": False, "trusted": None, "error": None})
-            for member in workers.routers
-        ],
-        "planner": workers.plans,
-        "plan": workers.plan,
+        "model": described[0]["name"],
+        "ready": ready,
+        "trusted": all(one["trusted"] for one in described),
+        "max_model_len": described[0]["max_model_len"],
+        "models": described,
+        "redis": {"ok": not roster.redis_error, "error": roster.redis_error or None},
+        "workers": sorted(workers, key=lambda one: one["id"]),
+        "routers": [_router(member) for member in roster.routers],
+        "planner": roster.plans,
+        "plan": roster.plan,
     }
+
+
+def _model(served: Served) -> ModelStatus:
+    workers = served.workers
+    return {
+        "name": served.name,
+        "aliases": list(served.aliases),
+        "ready": workers.ready,
+        "trusted": workers.learning.trusted,
+        "max_model_len": workers.model.max_model_len or None,
+    }
+
+
+def _router(member: Member) -> RouterStatus:
+    described = asdict(member)
+    del described["model"]
+    return cast(RouterStatus, described | {"ready": False, "trusted": None, "error": None})
 
 
 def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]) -> ClusterStatus:
@@ -180,7 +227,8 @@ def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]
     return own
 
 
-def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> WorkerStatus:
+def _worker(session: WorkerSession, router_id: str, served: Served) -> WorkerStatus:
+    cached_blocks = served.workers.index.size(session.id)
     hello, view, load = session.hello, session.worker_load, session.load
     info: WorkerInfo | None = None
     report: WorkerLoad | None = None
@@ -211,6 +259,7 @@ def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> Worke
     member = session.member
     return {
         "id": session.id,
+        "model": member.model if served.workers.model_name else served.name,
         "role": session.role,
         "address": member.address,
         "session": member.session,

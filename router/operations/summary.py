@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from cpd.common.logs import fields
 from router.activity import Activity
@@ -14,13 +15,13 @@ PERIOD_S = 10.0
 """Interval of the lines, in seconds."""
 
 
-async def summarize(activity: Activity, workers: Workers, ended: asyncio.Event) -> None:
-    """Writes the lines until `ended` is set."""
+async def summarize(activity: Activity, models: Sequence[Workers], ended: asyncio.Event) -> None:
+    """Writes the lines, about the workers of all models, until `ended` is set."""
     while not ended.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PERIOD_S):
                 await ended.wait()
-        live = [session for session in workers.sessions if session.live]
+        live = [session for workers in models for session in workers.sessions if session.live]
         running, waiting = sum(one.load.running for one in live), sum(one.load.waiting for one in live)
         figures = activity.take(PERIOD_S)
         if figures or running or waiting:

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from cpd.common.errors import CheckpointError
+from router.text.fair_threads import FairThreads
 from router.text.template import ChatTemplate, read_template
 from router.text.tokenizer import Tokenizer, load_tokenizer, special_tokens
 
@@ -29,12 +30,13 @@ class TextFiles:
     eos_ids: tuple[int, ...]
 
 
-def load_text_files(model_dir: Path, served_name: str = "") -> TextFiles:
+def load_text_files(model_dir: Path, served_name: str = "", threads: FairThreads | None = None) -> TextFiles:
     """Reads the files of a checkpoint that deal with text.
 
     Args:
         model_dir: Has tokenizer.json, and may have tokenizer_config.json, config.json and generation_config.json.
         served_name: The model's name in the API; empty for the directory's name.
+        threads: Do the work on long texts; None for new ones.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -44,7 +46,7 @@ def load_text_files(model_dir: Path, served_name: str = "") -> TextFiles:
             f"the model directory {model_dir} does not exist; pass --model with a checkpoint directory"
         )
     config = read_json(model_dir / "tokenizer_config.json")
-    tokenizer = load_tokenizer(model_dir, config)
+    tokenizer = load_tokenizer(model_dir, config, threads)
     source, tool_source = read_template(model_dir, config), read_template(model_dir, config, for_tools=True)
     template = ChatTemplate(source, special_tokens(config)) if source is not None else None
     tool_template = template

@@ -42,13 +42,16 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """A model's tokenizer. The `owner` of a text is its tenant.
 
+    Args:
+        threads: Those of another tokenizer, to share them; None for its own.
+
     Attributes:
         backend: The tokenizers library's object. Only this module, `Vocabulary` and `cut_pattern` use it.
         vocabulary: Converts tokens back to text.
         threads: Do the work on long texts.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, threads: FairThreads | None = None) -> None:
         self.backend = backend
         # the checkpoint may have truncation and padding from training; prompts have neither
         backend.no_truncation()
@@ -56,7 +59,7 @@ class Tokenizer:
         self.vocabulary = Vocabulary(backend)
         self._cuts = cut_pattern(backend)
         self._parts: LRU[tuple[bytes, str], bytes] = LRU(CACHED_CHARS)
-        self.threads = FairThreads()
+        self.threads = threads or FairThreads()
         self._words = WordCache(self._encode_whole) if can_cut_at_spaces(backend) else None
         self._before, self._after = _special_tokens_around(backend)
         self._showing: dict[frozenset[str], Vocabulary] = {}
@@ -133,8 +136,11 @@ def _special_tokens_around(backend: Backend) -> tuple[bytes, bytes]:
     return pack_tokens(encoding.ids[: inside[0]]), pack_tokens(encoding.ids[inside[-1] + 1 :])
 
 
-def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:
+def load_tokenizer(model_dir: Path, config: Mapping[str, Any], threads: FairThreads | None = None) -> Tokenizer:
     """Reads the tokenizer in `tokenizer.json`, with the added tokens that `config` (`tokenizer_config.json`) declares.
+
+    Args:
+        threads: See `Tokenizer`.
 
     Raises:
         CheckpointError: tokenizer.json is missing or can't be read.
@@ -149,7 +155,7 @@ def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:
     declared = [_added_token(token) for _, token in sorted(_declared(config), key=lambda entry: entry[0])]
     backend.add_tokens([token for token in declared if backend.token_to_id(token.content) is None])
     backend.add_special_tokens(list(special_tokens(config).values()))
-    return Tokenizer(backend)
+    return Tokenizer(backend, threads)
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

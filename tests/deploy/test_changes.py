@@ -25,6 +25,14 @@ def test_a_new_process_has_its_own_name_and_the_cluster_s_mark() -> None:
     assert PLAN.process("router", 1).flags["router_id"] == "router-1"
 
 
+def test_a_new_worker_of_one_of_several_models_has_its_name_and_settings() -> None:
+    models = [{"name": name, "model": f"/models/{name}"} for name in ("small", "large")]
+    settings = ClusterSettings.load({"models": models, "secret_file": secret_file()})
+    spec = Plan(settings, settings, "127.0.0.1", 0.0, "mark").process("combined", 3, "large")
+    assert (spec.name, spec.model, spec.serves) == ("large-combined-3", "/models/large", "large")
+    assert (spec.flags["worker_id"], spec.flags["served_model_name"]) == ("large-combined-3", "large")
+
+
 def test_a_process_that_refuses_or_keeps_dying_does_not_start() -> None:
     spec = PLAN.process("combined", 0)
     assert start_error(spec, None) == ""

@@ -60,6 +60,8 @@ def test_a_terminal_shows_no_access_lines_and_a_file_all(terminal: bool) -> None
 
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_the_hint_can_be_pasted(needs_key: bool) -> None:
-    hint = usage_hint("http://127.0.0.1:8000", "tiny", needs_key, "Stop: Ctrl-C")
+    hint = usage_hint("http://127.0.0.1:8000", ["tiny", "small"], needs_key, "Stop: Ctrl-C")
+    assert hint.startswith("Serving tiny, small at")
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in hint
+    assert '"model": "tiny"' in hint
     assert ("authorization" in hint) == needs_key

@@ -109,3 +109,13 @@ def test_a_machine_without_default_route_is_told_what_ray_needs(
     assert "--node-ip-address" in find("ray", host="0.0.0.0")[-1].text
     routes.write_text("Iface\tDestination\tGateway\neth0\t00000000\t0100000A\n")
     assert [finding.level for finding in find("ray", host="0.0.0.0")] == ["ok"]
+
+
+def test_several_models_are_checked_together() -> None:
+    models = [{"name": name, "model": str(tiny.CHECKPOINT)} for name in ("one", "two")]
+    findings = find("model", model="", models=models, kv_memory=64 << 20, device="cpu")
+    assert [(one.level, "1 combined and 0 prefill workers, beside" in one.text) for one in findings] == [
+        ("ok", True)
+    ] * 2
+    [finding] = find("settings", models=models)
+    assert (finding.level, finding.text.split(":")[0]) == ("error", "--model is for one model")

@@ -8,7 +8,7 @@ import torch
 
 from cpd.common.errors import CheckpointError, CPDError
 from cpd.common.settings import ClusterSettings
-from deploy.model import check_model, inspect_model, resolve_model
+from deploy.model import check_model, check_models, inspect_model, resolve_model
 from models.tiny import CHECKPOINT
 
 
@@ -41,7 +41,8 @@ def test_a_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.Monkey
 
 
 def inspect(checkpoint: Path, **settings: Any) -> str:
-    return inspect_model(checkpoint, ClusterSettings.load(settings))
+    loaded = ClusterSettings.load(settings)
+    return inspect_model(checkpoint, loaded, loaded.combined + loaded.prefill, 0)[0]
 
 
 def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
@@ -97,6 +98,22 @@ def test_workers_of_one_machine_share_its_memory(checkpoint: Path, monkeypatch: 
     inspect(checkpoint, device="cpu", kv_memory=3 << 30, host_kv_memory=1 << 30, prefill=1, combined=1)
     with pytest.raises(CPDError, match=r"for each of 2 workers do not fit into the 4.0 GiB .* lower --host-kv-memory"):
         inspect(checkpoint, device="cpu", kv_memory=3 << 30, host_kv_memory=3 << 30, prefill=1, combined=1)
+
+
+def test_the_workers_of_all_models_must_fit_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.memory_limits._left_in_system", lambda: 5 << 30)
+    settings = ClusterSettings.load({"device": "cpu", "kv_memory": 2 << 30, "prefill": 0})
+    device, taken = inspect_model(checkpoint, settings, 2, 0)
+    assert (device, taken >> 30) == ("cpu", 2)
+    inspect_model(checkpoint, settings, 2, taken)
+    with pytest.raises(CPDError, match=r"do not fit into the 1\.0 GiB of free memory"):
+        inspect_model(checkpoint, settings, 3, 2 * taken)
+
+
+def test_a_model_that_cannot_be_served_is_named_among_several(checkpoint: Path, tmp_path: Path) -> None:
+    models = [{"name": "good", "model": str(checkpoint)}, {"name": "bad", "model": str(tmp_path / "none")}]
+    with pytest.raises(CheckpointError, match=r"^bad: there is no checkpoint directory"):
+        check_models(ClusterSettings.load({"device": "cpu", "kv_memory": 1 << 26, "models": models}).each_model())
 
 
 def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,41 @@ def test_a_router_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: 
     assert settings.redis_url == "redis://:redis-secret@r"
 
 
+SEVERAL = {
+    **{name: value for name, value in GIVEN.items() if name not in ("model", "prefill", "combined")},
+    "models": [
+        {"name": "small", "model": "/models/s", "kv_memory": "1GiB", "prefill": 1},
+        {"name": "large", "model": "/models/l", "aliases": ["org/large"], "dtype": "bfloat16", "combined": 2},
+    ],
+}
+
+
+def test_each_of_several_models_has_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {spec.name: spec for spec in processes(ClusterSettings.load(SEVERAL), "127.0.0.1")}
+    workers = ["small-combined-0", "small-prefill-0", "large-combined-0", "large-combined-1"]
+    assert list(several) == [*workers, "router-0"]
+    assert [spec.serves for spec in several.values()] == ["small", "small", "large", "large", ""]
+    assert several["small-prefill-0"].model == "/models/s"
+    small, large = (parse(several[name], WorkerSettings, monkeypatch) for name in workers[1:3])
+    assert isinstance(small, WorkerSettings)
+    assert isinstance(large, WorkerSettings)
+    assert (small.worker_id, small.served_model_name) == ("small-prefill-0", "small")
+    assert (small.kv_memory, small.dtype) == (1 << 30, "auto")
+    assert (large.kv_memory, large.dtype, large.served_model_name) == (2 << 30, "bfloat16", "large")
+
+
+def test_the_router_of_several_models_gets_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = processes(ClusterSettings.load(SEVERAL), "127.0.0.1")[-1]
+    for name, value in router.environment({}).items():
+        monkeypatch.setenv(name, value)
+    arguments = router.command(router.model)[4:]
+    assert "--model" not in arguments
+    flags = {name[2:].replace("-", "_"): value for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    settings = RouterSettings.load(flags)
+    assert settings.models == ClusterSettings.load(SEVERAL).models
+    assert settings.api_key == ["key-1", "key-2"]
+
+
 def test_simulated_workers_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ClusterSettings.load({**GIVEN, "simulate": "/profiles/p.json"})
     workers, router = processes(settings, "127.0.0.1")

@@ -54,6 +54,19 @@ def test_the_table_shows_a_role_that_the_name_does_not_tell() -> None:
     ]
 
 
+def test_the_names_of_several_models_workers_tell_their_role() -> None:
+    output = io.StringIO()
+    workers = [
+        worker("combined-m-prefill-0", role="prefill", model="combined-m"),
+        worker("prefill-m-prefill-0", model="prefill-m"),
+    ]
+    Console(file=output, width=100).print(cluster_table({"workers": workers}))
+    assert [line.split()[:2] for line in output.getvalue().splitlines()[1:]] == [
+        ["combined-m-prefill-0", "ready"],
+        ["prefill-m-prefill-0", "(combined)"],
+    ]
+
+
 def test_different_devices_are_listed() -> None:
     fast, slow = {"device": "GPU, kernels of FlashInfer"}, {"device": "GPU, kernels of torch"}
     workers = [worker("combined-0", info=slow), worker("combined-1", info=None)]

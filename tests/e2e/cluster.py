@@ -110,7 +110,8 @@ class Cluster:
         return older
 
     def pid(self, name: str) -> int:
-        """Process id of the process with this name (`combined-0`, `prefill-0`, `router-0`)."""
+        """Process id of the process with this name (`combined-0`, `prefill-0`, `router-0`; of several
+        models `qwen-combined-0`)."""
         pid = self._supervised[name].state().pid
         assert pid is not None, f"{name} is not running"
         return pid
@@ -132,6 +133,16 @@ class Cluster:
         starts, pid = self._supervised[name].state().starts, self.pid(name)
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: self._supervised[name].state().starts > starts, f"{name} was started again")
+
+    @contextmanager
+    def without(self, *names: str) -> Iterator[None]:
+        """Ends the named processes while the context is open; afterwards they are started anew."""
+        for name in names:
+            self._supervised[name].stop()
+        yield
+        for spec in self._specs:
+            if spec.name in names:
+                self._supervised[spec.name] = self._supervise(spec, frozenset())
 
     def log(self, name: str) -> list[str]:
         """The last log lines of the named process."""

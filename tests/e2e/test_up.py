@@ -317,6 +317,61 @@ def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(comman
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 
+def test_the_workers_of_two_models_are_started_scaled_restarted_and_drained(command: Command, tmp_path: Path) -> None:
+    config = tmp_path / "cpd.yaml"
+    models = [f"  - {{name: {name}, model: {tiny.CHECKPOINT}}}\n" for name in ("one", "two")]
+    config.write_text("kv-memory: 64MiB\nlog-level: warning\nmodels:\n" + "".join(models))
+    code, output = command.run("up", "--detach", "--port", "0", "--config", str(config))
+    assert code == 0, output
+    assert "Serving one, two at http" in output
+    url = output[output.index("http") :].split()[0]
+
+    def change(*arguments: str) -> str:
+        code, output = command.run(*arguments, seconds=CHANGE_S)
+        assert code == 0, output + command.run("logs")[1]
+        return output
+
+    def workers() -> list[tuple[str, str]]:
+        answer = json.loads(change("status", "--json"))
+        return [(worker["id"], worker["model"]) for worker in answer["workers"] if worker["state"] == "ready"]
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+        def ask(model: str) -> str:
+            answer = client.completions.create(model=model, prompt="fox " * 9, max_tokens=8, temperature=0)
+            return answer.choices[0].text
+
+        assert [one.id for one in client.models.list().data] == ["one", "two"]
+        text = ask("one")
+        assert ask("two") == text
+        assert workers() == [("one-combined-0", "one"), ("two-combined-0", "two")]
+        cores = [os.sched_getaffinity(command.find_worker(name)) for name, _ in workers()]
+        assert set.union(*cores) == os.sched_getaffinity(0)
+        if len(os.sched_getaffinity(0)) >= len(cores):
+            assert sum(map(len, cores)) == len(set.union(*cores))
+        code, output = command.run("scale", "--combined", "2")
+        assert (code, "say whose workers are meant, with --model: the cluster has one, two" in output) == (1, True)
+        code, output = command.run("scale", "--combined", "2", "--model", "three")
+        assert (code, "has no model 'three'; it has one, two" in output) == (1, True)
+        output = change("scale", "--combined", "2", "--model", "two")
+        assert "The cluster has 1 combined of one, 0 prefill of one, 2 combined of two, 0 prefill of two" in output
+        assert [name for name, _ in workers()] == ["one-combined-0", "two-combined-0", "two-combined-1"]
+        untouched, before = command.find_worker("one-combined-0"), command.find_worker("two-combined-0")
+        output = change("restart", "two-combined-0")
+        assert "two-combined-2 is ready to stand in" in output
+        assert command.find_worker("two-combined-0") != before
+        assert "two-combined-1 has ended" in change("drain", "two-combined-1")
+        assert [name for name, _ in workers()] == ["one-combined-0", "two-combined-0"]
+        assert command.find_worker("one-combined-0") == untouched
+        assert ask("one") == ask("two") == text
+    assert "Serving" not in change("logs", "two-combined-0")
+    config.write_text(config.read_text().replace("name: two", "name: three"))
+    code, output = command.run("restart")
+    assert (code, "models can't change while the cluster runs" in output) == (1, True), output
+    assert command.run("down") == (0, "Cluster 'default' is down.\n")
+    command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
 @pytest.mark.parametrize("combined", [1, 3])
 def test_a_planner_starts_and_ends_workers_within_its_bounds(command: Command, combined: int) -> None:
     flags = ["--detach", "--port=0", f"--model={tiny.CHECKPOINT}", "--kv-memory=64MiB", "--log-level=warning"]

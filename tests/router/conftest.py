@@ -37,7 +37,12 @@ _clusters = itertools.count()
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint for the router: a byte-level tokenizer, a chat template, EOS."""
-    directory = tmp_path_factory.mktemp("model") / "small-model"
+    text = "the quick brown fox jumps over the lazy dog, naïvely: 你好 🙂"
+    return make_model(tmp_path_factory.mktemp("model") / "small-model", text)
+
+
+def make_model(directory: Path, text: str, template: str = TEMPLATE) -> Path:
+    """Writes a checkpoint for a router, whose tokenizer has learned `text`; returns its directory."""
     directory.mkdir()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,9 +53,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, naïvely: 你好 🙂"] * 4, trainer)
+    tokenizer.train_from_iterator([text] * 4, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    config = {"eos_token": "<|end|>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id("<|end|>")}))
     return directory

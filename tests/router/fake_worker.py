@@ -63,6 +63,7 @@ class FakeWorker:
         token: The cluster's secret.
         lease_token: The secret that signs its lease.
         hello: Fields of its Hello that differ from the usual.
+        model: The model that its lease names.
 
     Attributes:
         submits, aborts, parks: What came, in order. It parks a request at once.
@@ -82,8 +83,10 @@ class FakeWorker:
         lease_token: str = SECRET,
         cached: bytes = b"",
         hello: Mapping[str, Any] | None = None,
+        model: str = "",
     ) -> None:
         self.id = worker_id
+        self._model = model
         self.submits: list[pb.Submit] = []
         self.aborts: list[pb.Abort] = []
         self.parks: list[pb.Park] = []
@@ -120,7 +123,7 @@ class FakeWorker:
     async def __aenter__(self) -> Self:
         port = await self._server.start("127.0.0.1", 0)
         self.address = self.session = f"127.0.0.1:{port}"
-        member = Member(self.id, self._kind, self.address, "host", os.getpid(), session=self.session)
+        member = Member(self.id, self._kind, self.address, "host", os.getpid(), session=self.session, model=self._model)
         await self._stack.enter_async_context(
             lease(self._redis, self._cluster, ClusterSecret(self._lease_token), member, 5, lambda: None)
         )

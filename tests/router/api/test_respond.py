@@ -26,7 +26,7 @@ from router.errors import ApiError, failed
 from router.placement.cost_policy import CostPolicy
 from router.placement.learning import Learning
 from router.placement.policy import Targets
-from router.request_metrics import RequestMetrics
+from router.request_metrics import RequestMetrics, RouterMetrics
 from router.text.detokenize import Vocabulary
 from tests.router.conftest import eventually
 
@@ -61,7 +61,7 @@ class Exchange:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
-        metrics = RequestMetrics()
+        metrics = RequestMetrics(RouterMetrics())
         workers = Workers("router-a", ClusterSecret(""), itl_ms=50.0, learning=Learning(PolicySettings(), 2000.0))
         dispatcher = Dispatcher(
             workers, metrics, CostPolicy(PolicySettings()), Targets(), max_wait_s=60.0, rng=Random(0)

@@ -51,6 +51,18 @@ class TestKeyFile:
         ]
         assert len({tenant.salt for tenant in allowed}) == 4
 
+    def test_a_key_may_be_limited_to_some_models(self, tmp_path: Path) -> None:
+        keys = Keys([], self._read(tmp_path, "[{key: one, models: [a, b]}, {key: all}]"))
+        one, everything = keys.tenant(b"Bearer one"), keys.tenant(b"Bearer all")
+        assert (one.may_use(frozenset({"b", "alias"})), one.may_use(frozenset({"c"}))) == (True, False)
+        assert everything.may_use(frozenset({"c"}))
+
+    def test_a_key_for_an_unknown_model_is_refused_with_those_that_there_are(self, tmp_path: Path) -> None:
+        (tmp_path / "keys.yaml").write_text("[{key: one, models: [a, x]}]")
+        assert read_keys(tmp_path / "keys.yaml", ["a", "x"])
+        with pytest.raises(ConfigError, match="for the model 'x', and there is none of that name; there are: a, b"):
+            read_keys(tmp_path / "keys.yaml", ["a", "b"])
+
     def test_keys_of_one_name_are_one_tenant(self, tmp_path: Path) -> None:
         old, new, other = "{key: old, name: a}", "{key: new, name: a}", "{key: other, name: b}"
         before = Keys([], self._read(tmp_path, f"[{old}, {other}]"), ClusterSecret("secret"))

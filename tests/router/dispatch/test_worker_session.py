@@ -872,11 +872,11 @@ async def test_lost_workers_leave_no_state_behind(monkeypatch: pytest.MonkeyPatc
     workers = Workers("router-a", ClusterSecret("secret"), itl_ms=0.0, learning=learning)
     for start in range(0, 5_000, 100):
         names = [f"w{number}" for number in range(start, start + 200)]
-        await workers._follow({name: Member(name, "combined", "127.0.0.1:1", "h", 1, 1) for name in names}, listener)
+        await workers.follow({name: Member(name, "combined", "127.0.0.1:1", "h", 1, 1) for name in names}, listener)
         await asyncio.sleep(0)
         assert len(workers.sessions) == 200
         assert len(workers.index.cached_prefixes(CHAIN).cached) == 200
-    await workers._follow({}, listener)
+    await workers.follow({}, listener)
     while workers.index.sweep():
         pass
     assert (list(workers.sessions), workers._tasks, len(workers.index)) == ([], {}, 0)
@@ -906,7 +906,7 @@ async def test_a_router_that_starts_again_under_load_has_the_exact_index(redis_u
         async def started(router_id: str) -> Workers:
             learning = Learning(PolicySettings(), 2000.0)
             workers = Workers(router_id, ClusterSecret(""), itl_ms=50.0, learning=learning)
-            await workers._follow({member.id: member}, cast(Listener, _Nobody()))
+            await workers.follow({member.id: member}, cast(Listener, _Nobody()))
             return workers
 
         stays, restarts = await started("stays"), await started("restarts")
