@@ -170,22 +170,23 @@ async def test_a_replay_has_the_grammar_and_goes_to_a_worker_that_follows_it(
 ) -> None:
     stopped = asyncio.Event()
 
-    async def stands_still(submit: pb.Submit) -> AsyncIterator[Answer]:
+    async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
         for count, output in enumerate(outputs(submit, [[5] * 20])):
-            if count == 3:
+            if count == 3 and not stopped.is_set():
                 stopped.set()
                 await asyncio.Event().wait()
             yield output
 
-    first = await start_worker(stands_still, worker_id="first", hello=ABLE)
+    first = await start_worker(script, worker_id="first", hello=ABLE)
     router: Router = await start_router(first)
-    asking = asyncio.create_task(router.http.post("/v1/completions", json=TEXT | {"guided_regex": "a+"}))
+    asked = TEXT | {"guided_regex": "a+", "max_tokens": 10}
+    asking = asyncio.create_task(router.http.post("/v1/completions", json=asked))
     await asyncio.wait_for(stopped.wait(), 30)
-    second: FakeWorker = await start_worker(says("fox"), worker_id="second", hello=ABLE)
+    second: FakeWorker = await start_worker(script, worker_id="second", hello=ABLE)
     older = await start_worker(says("fox"), worker_id="older")
     await router.knows(second, older)
     await first.kill()
-    assert (await asking).status_code == 200
+    assert (await asking).json()["usage"]["completion_tokens"] == 10
     (submit,) = second.submits
     assert submit.sampling.grammar.text == "a+"
     assert len(submit.tokens) // 4 == submit.prompt_len + 3
