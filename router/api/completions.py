@@ -127,7 +127,7 @@ class CompletionService:
         text = await self.chat_text(request.messages, kwargs, tools, caller)
         prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
         output = self.output_format
-        if not (tools or output.reasoning):
+        if grammar is not None or not (tools or output.reasoning):  # a grammar leaves no room for reasoning and calls
             return await self._start(request, [prompt], caller, "messages", ChatFormat, grammar)
         names = [tool.function.name for tool in tools]
         new_parser = partial(output.parser, text[-_END_CHARS:], names, parallel=request.parallel_tool_calls)
