@@ -364,7 +364,7 @@ def test_the_workers_of_two_models_are_started_scaled_restarted_and_drained(comm
         assert [name for name, _ in workers()] == ["one-combined-0", "two-combined-0"]
         assert command.find_worker("one-combined-0") == untouched
         assert ask("one") == ask("two") == text
-    assert "Serving" not in change("logs", "two-combined-0")
+    assert "Starting two-combined-1" in change("logs", "cpd-up")
     config.write_text(config.read_text().replace("name: two", "name: three"))
     code, output = command.run("restart")
     assert (code, "models can't change while the cluster runs" in output) == (1, True), output
