@@ -1,0 +1,126 @@
+"""The grammars that one model's outputs follow: those that a request's fields ask for, and those of tool calls."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cpd.grammar.grammar import Grammar, GrammarError, json_schema
+from cpd.grammar.lark import without_comments
+from router.api.schemas import ChatRequest, GenerateRequest
+from router.api.structured import GrammarChecker, grammar_of, refusal
+from router.dispatch.workers import Workers
+from router.errors import invalid
+from router.text.parsers.call_grammar import CallRules
+from router.text.parsers.output import OutputFormat
+from router.text.text_files import TextFiles
+
+_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+_ANY_ARGUMENTS = {"type": "object"}
+
+
+class OutputGrammars:
+    """Makes grammars and checks them.
+
+    Args:
+        output_format: How the model writes reasoning and tool calls.
+    """
+
+    def __init__(self, text_files: TextFiles, workers: Workers, output_format: OutputFormat) -> None:
+        self._text_files = text_files
+        self._workers = workers
+        self._output_format = output_format
+        self._checker = GrammarChecker(text_files.tokenizer.threads)
+
+    async def asked(self, request: GenerateRequest, tenant: bytes) -> tuple[str, Grammar] | None:
+        """Returns the field that constrains a request's answer, and its grammar, checked.
+
+        None if there is none, or no answer: then `response_format` means nothing.
+
+        Raises:
+            ApiError: The grammar can't be used.
+        """
+        found = grammar_of(request)
+        if found is None:
+            return None
+        param, grammar = found
+        if isinstance(request, ChatRequest) and request.forces_calls:
+            if param.startswith("response_format"):
+                return None
+            raise invalid(param, f"'{param}' can't constrain an output that 'tool_choice' makes tool calls.")
+        self._check_can_be_followed(param, request)
+        await self._checker.check(param, grammar, tenant)
+        return found
+
+    def behind_reasoning(self, param: str, grammar: Grammar, prompt: str) -> Grammar | None:
+        """Returns the grammar of a chat's output that reasons before its answer; None if it does not.
+
+        Args:
+            param: The field that asked for the grammar of the answer.
+            prompt: The end of the prompt's text.
+
+        Raises:
+            ApiError: The grammar is too large.
+        """
+        token_id = self._text_files.tokenizer.token_id
+        try:
+            return self._output_format.behind_reasoning(prompt, grammar, token_id)
+        except GrammarError as error:
+            raise refusal(param, str(error)) from None
+
+    async def of_calls(self, request: ChatRequest, prompt: str, tenant: bytes) -> Grammar | None:
+        """Returns the grammar of an output whose tool calls must come, or must follow their schemas, checked.
+
+        None if nothing constrains them.
+
+        Args:
+            prompt: The end of the prompt's text.
+
+        Raises:
+            ApiError: The grammar can't be used, or the calls of this model can't be told from its text.
+        """
+        strict = next((index for index, tool in enumerate(request.offered_tools) if tool.function.strict), None)
+        if not request.forces_calls and strict is None:
+            return None
+        param = "tool_choice" if request.forces_calls else f"tools[{strict}].function.strict"
+        if request.ignore_eos:
+            raise invalid("ignore_eos", f"'ignore_eos' can't be true with '{param}': the output ends where that ends.")
+        self._check_can_be_followed(param, request)
+        token_id, many = self._text_files.tokenizer.token_id, request.parallel_tool_calls and not request.chosen_tool
+        rules = CallRules(await self._schemas(request, tenant), many, token_id)
+        try:
+            output = self._output_format
+            forced = request.forces_calls
+            grammar = output.forced_calls(prompt, rules) if forced else output.text_with_calls(rules)
+        except GrammarError as error:
+            raise refusal("tools", str(error)) from None
+        if grammar is None:
+            reason = "the calls of this model have no mark of their own; it is honoured if 'tool_choice' forces calls"
+            raise refusal(param, reason, code="unsupported_parameter")
+        await self._checker.check("tools", grammar, tenant)
+        return grammar
+
+    async def _schemas(self, request: ChatRequest, tenant: bytes) -> Mapping[str, dict[str, Any]]:
+        """Returns the schemas that arguments follow, checked, by the names of the tools that may be called."""
+        schemas: dict[str, dict[str, Any]] = {}
+        for index, tool in enumerate(request.offered_tools):
+            name, parameters = tool.function.name, tool.function.parameters
+            if request.chosen_tool not in (None, name):
+                continue
+            if not (request.forces_calls or tool.function.strict):
+                schemas[name] = _ANY_ARGUMENTS
+                continue
+            schemas[name] = _NO_ARGUMENTS if parameters is None else {"type": "object"} | without_comments(parameters)
+            param = f"tools[{index}].function.parameters"
+            try:
+                grammar = json_schema(schemas[name])
+            except GrammarError as error:
+                raise refusal(param, str(error)) from None
+            await self._checker.check(param, grammar, tenant)
+        return schemas
+
+    def _check_can_be_followed(self, param: str, request: GenerateRequest) -> None:
+        """Raises ApiError if no worker could follow a grammar, or an output could not end."""
+        if not (self._text_files.eos_ids or request.stop_token_ids):
+            reason = "the model has no end-of-sequence token, so an output could not end; give 'stop_token_ids'"
+            raise refusal(param, reason, code="unsupported_parameter")
+        if self._workers.ready and not self._workers.any_with_grammars:
+            raise refusal(param, "no worker of this cluster can constrain outputs", code="unsupported_parameter")
