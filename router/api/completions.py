@@ -126,13 +126,11 @@ class CompletionService:
         asked = await self._grammars.asked(request, tenant)
         text = await self.chat_text(request.messages, self._template_kwargs(request), tools, caller)
         prompt, end = await self.text_files.tokenizer.encode_chat(text, tenant), text[-_END_CHARS:]
-        if asked is not None:  # a grammar leaves no room for calls, and for reasoning only if the prompt began it
-            tools, behind = (), self._grammars.behind_reasoning(*asked, end)
-            if behind is None:
+        grammar = await self._grammars.of_calls(request, asked, end, tenant)
+        if grammar is None and asked is not None:  # the answer's grammar leaves no room for calls
+            tools, grammar = (), self._grammars.behind_reasoning(*asked, end)
+            if grammar is None:  # nor for reasoning
                 return await self._start(request, [prompt], caller, "messages", ChatFormat, asked[1])
-            grammar: Grammar | None = behind
-        else:
-            grammar = await self._grammars.of_calls(request, end, tenant)
         if not (tools or output.reasoning):
             return await self._start(request, [prompt], caller, "messages", ChatFormat, None)
         names = [tool.function.name for tool in tools]

@@ -66,19 +66,24 @@ class OutputGrammars:
         except GrammarError as error:
             raise refusal(param, str(error)) from None
 
-    async def of_calls(self, request: ChatRequest, prompt: str, tenant: bytes) -> Grammar | None:
-        """Returns the grammar of an output whose tool calls must come, or must follow their schemas, checked.
+    async def of_calls(
+        self, request: ChatRequest, asked: tuple[str, Grammar] | None, prompt: str, tenant: bytes
+    ) -> Grammar | None:
+        """Returns the grammar of an output whose tool calls must come, or follow their schemas, or stand for an answer.
 
-        None if nothing constrains them.
+        It is checked. None if nothing constrains calls, or the answer's grammar leaves no room for them.
 
         Args:
+            asked: The field that constrains the answer, and its grammar.
             prompt: The end of the prompt's text.
 
         Raises:
             ApiError: The grammar can't be used, or the calls of this model can't be told from its text.
         """
         strict = next((index for index, tool in enumerate(request.offered_tools) if tool.function.strict), None)
-        if not request.forces_calls and strict is None:
+        if asked is None and not request.forces_calls and strict is None:
+            return None
+        if asked is not None and not (request.offered_tools and asked[0].startswith("response_format")):
             return None
         param = "tool_choice" if request.forces_calls else f"tools[{strict}].function.strict"
         if request.ignore_eos:
@@ -88,10 +93,16 @@ class OutputGrammars:
         rules = CallRules(await self._schemas(request, tenant), many, token_id)
         try:
             output = self._output_format
-            forced = request.forces_calls
-            grammar = output.forced_calls(prompt, rules) if forced else output.text_with_calls(rules)
+            if request.forces_calls:
+                grammar: Grammar | None = output.forced_calls(prompt, rules)
+            elif asked is not None:
+                grammar = output.answer_or_calls(prompt, asked[1], rules)
+            else:
+                grammar = output.text_with_calls(rules)
         except GrammarError as error:
             raise refusal("tools", str(error)) from None
+        if grammar is None and asked is not None:
+            return None
         if grammar is None:
             reason = "the calls of this model have no mark of their own; it is honoured if 'tool_choice' forces calls"
             raise refusal(param, reason, code="unsupported_parameter")

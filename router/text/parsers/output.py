@@ -86,15 +86,29 @@ class OutputFormat:
         before, rules = self._before(prompt, calls.token_id)
         return grammar([f"start: {before} calls", *rules, *FORCED_PARSERS[self.tools].grammar(calls)])
 
+    def answer_or_calls(self, prompt: str, answer: Grammar, calls: CallRules) -> Grammar | None:
+        """Returns the grammar of outputs that are an answer or calls, behind the reasoning that the prompt began.
+
+        None if calls don't begin with a token, or `answer` has rules of its own.
+
+        Raises:
+            GrammarError: A schema can't be used, or all of them are too large.
+        """
+        if not self._is_marked(calls) or (content := expression(answer)) is None:
+            return None
+        before, rules = self._before(prompt, calls.token_id)
+        parser = FORCED_PARSERS[self.tools]
+        return grammar([f"start: {before} (content | calls)", f"content: {content}", *rules, *parser.grammar(calls)])
+
     def text_with_calls(self, calls: CallRules) -> Grammar | None:
         """Returns the grammar of outputs that are text with or without calls; None if calls don't begin with a token.
 
         Raises:
             GrammarError: A schema can't be used, or all of them are too large.
         """
-        parser = FORCED_PARSERS[self.tools]
-        if not (parser.OPENING and calls.is_token(parser.OPENING)):
+        if not self._is_marked(calls):
             return None
+        parser = FORCED_PARSERS[self.tools]
         tags = [tag for pair in TAGS.values() for tag in pair if calls.is_token(tag)]
         return grammar(
             [
@@ -117,6 +131,11 @@ class OutputFormat:
             return None
         before, rules = self._before(prompt, token_id)
         return grammar([f"start: {before} content", f"content: {content}", *rules])
+
+    def _is_marked(self, calls: CallRules) -> bool:
+        """True if a token says that a call begins."""
+        opening = FORCED_PARSERS[self.tools].OPENING
+        return bool(opening) and calls.is_token(opening)
 
     def _before(self, prompt: str, token_id: TokenId) -> tuple[str, list[str]]:
         """Returns the start of an output as an expression, and its rules."""

@@ -18,7 +18,7 @@ from cpd.grammar.constraint import TokenConstraint
 from cpd.grammar.grammar import Grammar, GrammarError
 from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.events import CallArguments, CallStart, Content, Reasoning
-from router.text.parsers.output import FORCED_PARSERS, OutputFormat
+from router.text.parsers.output import FORCED_PARSERS, TOOL_PARSERS, OutputFormat
 
 CHECKPOINT = Path(__file__).resolve().parents[4] / "models" / "tiny" / "checkpoint"
 EOS = 0
@@ -134,10 +134,27 @@ def test_text_may_have_calls_anywhere_and_all_are_valid(name: str, kind: str) ->
     assert len(counts) > 1
 
 
+@pytest.mark.parametrize("kind", ["special", "named", "added"])
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_an_output_may_be_an_answer_by_its_schema_or_calls(name: str, kind: str) -> None:
+    form, found = OutputFormat(name, "think"), set[bool]()
+    for seed in range(12):
+        prompt = "<think>\n" if seed % 2 else ""
+        grammar = form.answer_or_calls(prompt, grammars.json_schema(SCHEMAS["get"]), rules(kind))
+        assert grammar is not None
+        _, content, calls = parse(form, walk(kind, grammar, seed), prompt, forced=False)
+        assert bool(content) != bool(calls)
+        validate(calls or [("get", content)])
+        found.add(bool(calls))
+    assert found == {True, False}
+
+
 def test_calls_that_no_token_begins_are_no_part_of_a_text() -> None:
-    assert OutputFormat("hermes").text_with_calls(rules("text")) is None
-    for name in ("json", "llama3_json", "pythonic"):
-        assert OutputFormat(name).text_with_calls(rules("special")) is None
+    assert set(FORCED_PARSERS) == set(TOOL_PARSERS)
+    answer = grammars.choice(["a"])
+    for name, kind in (("hermes", "text"), ("json", "special"), ("llama3_json", "special"), ("pythonic", "special")):
+        assert OutputFormat(name).text_with_calls(rules(kind)) is None
+        assert OutputFormat(name).answer_or_calls("", answer, rules(kind)) is None
 
 
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
