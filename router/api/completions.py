@@ -126,7 +126,8 @@ class CompletionService:
         asked = await self._grammars.asked(request, tenant)
         text = await self.chat_text(request.messages, self._template_kwargs(request), tools, caller)
         prompt, end = await self.text_files.tokenizer.encode_chat(text, tenant), text[-_END_CHARS:]
-        grammar = await self._grammars.of_calls(request, asked, end, tenant)
+        of_calls = await self.off_loop(partial(self._grammars.of_calls, request, asked, end), caller)
+        grammar = await self._grammars.checked(of_calls, tenant)
         if grammar is None and asked is not None:  # the answer's grammar leaves no room for calls
             tools, grammar = (), self._grammars.behind_reasoning(*asked, end)
             if grammar is None:  # nor for reasoning

@@ -1,6 +1,6 @@
 """The grammars that one model's outputs follow: those that a request's fields ask for, and those of tool calls."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from cpd.grammar.grammar import Grammar, GrammarError, json_schema
@@ -66,33 +66,35 @@ class OutputGrammars:
         except GrammarError as error:
             raise refusal(param, str(error)) from None
 
-    async def of_calls(
-        self, request: ChatRequest, asked: tuple[str, Grammar] | None, prompt: str, tenant: bytes
-    ) -> Grammar | None:
+    def of_calls(
+        self, request: ChatRequest, asked: tuple[str, Grammar] | None, prompt: str
+    ) -> list[tuple[str, Grammar]]:
         """Returns the grammar of an output whose tool calls must come, or follow their schemas, or stand for an answer.
-
-        It is checked. None if nothing constrains calls, or the answer's grammar leaves no room for them.
 
         Args:
             asked: The field that constrains the answer, and its grammar.
             prompt: The end of the prompt's text.
 
+        Returns:
+            The grammars to check, with the fields that they are from. The last one is the output's. Empty if nothing
+            constrains calls, or the answer's grammar leaves no room for them.
+
         Raises:
-            ApiError: The grammar can't be used, or the calls of this model can't be told from its text.
+            ApiError: A grammar can't be used, or the calls of this model can't be told from its text.
         """
         strict = next((index for index, tool in enumerate(request.offered_tools) if tool.function.strict), None)
         if asked is None and not request.forces_calls and strict is None:
-            return None
+            return []
         if asked is not None and not (request.offered_tools and asked[0].startswith("response_format")):
-            return None
+            return []
         param = "tool_choice" if request.forces_calls else f"tools[{strict}].function.strict"
         if request.ignore_eos:
             raise invalid("ignore_eos", f"'ignore_eos' can't be true with '{param}': the output ends where that ends.")
         self._check_can_be_followed(param, request)
         token_id, many = self._text_files.tokenizer.token_id, request.parallel_tool_calls and not request.chosen_tool
-        rules = CallRules(await self._schemas(request, tenant), many, token_id)
+        schemas, checks = _schemas(request)
+        rules, output = CallRules(schemas, many, token_id), self._output_format
         try:
-            output = self._output_format
             if request.forces_calls:
                 grammar: Grammar | None = output.forced_calls(prompt, rules)
             elif asked is not None:
@@ -101,32 +103,22 @@ class OutputGrammars:
                 grammar = output.text_with_calls(rules)
         except GrammarError as error:
             raise refusal("tools", str(error)) from None
-        if grammar is None and asked is not None:
-            return None
-        if grammar is None:
-            reason = "the calls of this model have no mark of their own; it is honoured if 'tool_choice' forces calls"
-            raise refusal(param, reason, code="unsupported_parameter")
-        await self._checker.check("tools", grammar, tenant)
-        return grammar
+        if grammar is not None:
+            return [*checks, ("tools", grammar)]
+        if asked is not None:
+            return []
+        reason = "the calls of this model have no mark of their own; it is honoured if 'tool_choice' forces calls"
+        raise refusal(param, reason, code="unsupported_parameter")
 
-    async def _schemas(self, request: ChatRequest, tenant: bytes) -> Mapping[str, dict[str, Any]]:
-        """Returns the schemas that arguments follow, checked, by the names of the tools that may be called."""
-        schemas: dict[str, dict[str, Any]] = {}
-        for index, tool in enumerate(request.offered_tools):
-            name, parameters = tool.function.name, tool.function.parameters
-            if request.chosen_tool not in (None, name):
-                continue
-            if not (request.forces_calls or tool.function.strict):
-                schemas[name] = _ANY_ARGUMENTS
-                continue
-            schemas[name] = _NO_ARGUMENTS if parameters is None else {"type": "object"} | without_comments(parameters)
-            param = f"tools[{index}].function.parameters"
-            try:
-                grammar = json_schema(schemas[name])
-            except GrammarError as error:
-                raise refusal(param, str(error)) from None
+    async def checked(self, grammars: Sequence[tuple[str, Grammar]], tenant: bytes) -> Grammar | None:
+        """Checks what `of_calls` returned. Returns the output's grammar; None if there is none.
+
+        Raises:
+            ApiError: A grammar can't be used.
+        """
+        for param, grammar in grammars:
             await self._checker.check(param, grammar, tenant)
-        return schemas
+        return grammars[-1][1] if grammars else None
 
     def _check_can_be_followed(self, param: str, request: GenerateRequest) -> None:
         """Raises ApiError if no worker could follow a grammar, or an output could not end."""
@@ -135,3 +127,27 @@ class OutputGrammars:
             raise refusal(param, reason, code="unsupported_parameter")
         if self._workers.ready and not self._workers.any_with_grammars:
             raise refusal(param, "no worker of this cluster can constrain outputs", code="unsupported_parameter")
+
+
+def _schemas(request: ChatRequest) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Grammar]]]:
+    """Returns the schemas of arguments, by the names of the tools that may be called, and the grammars to check.
+
+    Raises:
+        ApiError: A schema is too large or nested too deeply.
+    """
+    schemas: dict[str, dict[str, Any]] = {}
+    checks: list[tuple[str, Grammar]] = []
+    for index, tool in enumerate(request.offered_tools):
+        name, parameters = tool.function.name, tool.function.parameters
+        if request.chosen_tool not in (None, name):
+            continue
+        if not (request.forces_calls or tool.function.strict):
+            schemas[name] = _ANY_ARGUMENTS
+            continue
+        schemas[name] = _NO_ARGUMENTS if parameters is None else {"type": "object"} | without_comments(parameters)
+        param = f"tools[{index}].function.parameters"
+        try:
+            checks.append((param, json_schema(schemas[name])))
+        except GrammarError as error:
+            raise refusal(param, str(error)) from None
+    return schemas, checks
