@@ -17,13 +17,10 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from cpd.grammar.constraint import Mask, TokenConstraint, describe, mask_of
 from cpd.grammar.grammar import Grammar, GrammarError, GrammarKind
+from cpd.grammar.lark import JSON_OPTIONS
 
 MAX_RULES = 256
 """Limit on the rules of a grammar: that many take llguidance a second at most."""
-
-WHITESPACE = r" |\n {0,16}"
-"""White space between the tokens of a JSON document: a space, or a new line with its indentation. With more freedom,
-weak models fill their outputs with it."""
 
 _STACK_BYTES = 512 << 20
 """Virtual memory: a chain of references that fills a grammar of the largest size takes some tens of MB of it."""
@@ -139,9 +136,7 @@ def _source(grammar: Grammar) -> str:
     text = grammar.text
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(
-                text, overrides={"lenient": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-            )
+            return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case GrammarKind.CHOICE:

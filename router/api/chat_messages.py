@@ -8,7 +8,7 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from router.api.strict_model import StrictModel
-from router.errors import ApiError, invalid, unsupported
+from router.errors import ApiError, invalid
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 18
@@ -83,7 +83,8 @@ class Function(StrictModel):
     description: str | None = Field(None, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, of type object.")
     strict: bool | None = Field(
-        None, json_schema_extra={"enum": [False, None]}, description="Not supported: only false is accepted."
+        None,
+        description="If true, arguments follow `parameters`. Unless calls are forced, not every model supports it.",
     )
 
 
@@ -95,6 +96,30 @@ class Tool(StrictModel):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
+
+class ChosenFunction(StrictModel):
+    """The function that must be called."""
+
+    name: str = Field(description="Name of one of the tools.")
+
+
+class ChosenTool(StrictModel):
+    """The tool that must be called."""
+
+    type: Literal["function"] = Field(description="Kind of the tool.")
+    function: ChosenFunction = Field(description="The function.")
+
+
+def _choice_form(value: Any) -> str:
+    """The form of `tool_choice`, for pydantic's errors."""
+    return "<text>" if isinstance(value, str) else "<object>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ChosenTool, Tag("<object>")],
+    Discriminator(_choice_form),
+]
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -130,11 +155,11 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise invalid(f"{path}.tool_call_id", f"'{path}.tool_call_id' is only allowed with the role tool.")
 
 
-def check_tools(tools: Sequence[Tool], tool_choice: Any) -> None:
+def check_tools(tools: Sequence[Tool], tool_choice: str | ChosenTool | None) -> None:
     """Checks what a request says about tools.
 
     Raises:
-        ApiError: The tools are too many, or ambiguous, or one can't be called; or the choice is not supported.
+        ApiError: The tools are too many, or ambiguous, or one can't be called; or the choice is none of them.
     """
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -147,16 +172,11 @@ def check_tools(tools: Sequence[Tool], tool_choice: Any) -> None:
             raise invalid(f"{path}.parameters", f"'{path}.parameters' must be a JSON schema of type object.")
     if tools and len(orjson.dumps([tool.model_dump() for tool in tools])) > MAX_TOOLS_BYTES:
         raise invalid("tools", f"'tools' must be at most {MAX_TOOLS_BYTES} bytes of JSON.")
-    refuse_forced_calls(tools, tool_choice)
-
-
-def refuse_forced_calls(tools: Sequence[Tool], tool_choice: Any) -> None:
-    """Raises ApiError for what needs outputs that follow a grammar: calls that must come, and `strict` arguments."""
-    if tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice")
-    for index, tool in enumerate(tools):
-        if tool.function.strict:
-            raise unsupported(f"tools[{index}].function.strict")
+    if isinstance(tool_choice, ChosenTool) and tool_choice.function.name not in names:
+        path = "tool_choice.function.name"
+        raise invalid(path, f"'{path}' must be the name of one of the 'tools'.")
+    if tool_choice == "required" and not tools:
+        raise invalid("tool_choice", "'tool_choice' can only be 'required' with 'tools'.")
 
 
 def reasoning_of(message: Message) -> str | None:

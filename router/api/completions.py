@@ -14,11 +14,12 @@ from cpd.common.settings import RouterSettings
 from cpd.grammar.grammar import Grammar
 from router.api.chat_messages import Message, Tool, template_message, template_tool
 from router.api.openai import ChatFormat, CompletionFormat, EchoedCompletionFormat, Format
+from router.api.output_grammars import OutputGrammars
 from router.api.parsed_chat import ParsedChatFormat
 from router.api.respond import CompletionResponse
+from router.api.responses import ApiFinishReason
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
-from router.api.structured import GrammarChecker, grammar_of
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -97,7 +98,7 @@ class CompletionService:
         self.settings = settings
         source = text_files.tool_template.source if text_files.tool_template is not None else ""
         self.output_format = detect(source, settings.tool_call_parser, settings.reasoning_parser)
-        self._grammars = GrammarChecker(text_files.tokenizer.threads)
+        self._grammars = OutputGrammars(text_files, workers, self.output_format)
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
         self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
@@ -121,17 +122,23 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         caller.tenant.check_priority(request.priority)
-        grammar = await self._grammar(request, caller)
-        tools = request.offered_tools
-        kwargs = self._template_kwargs(request)
-        text = await self.chat_text(request.messages, kwargs, tools, caller)
-        prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
-        output = self.output_format
-        if grammar is not None or not (tools or output.reasoning):  # a grammar leaves no room for reasoning and calls
-            return await self._start(request, [prompt], caller, "messages", ChatFormat, grammar)
+        tenant, tools, output = caller.tenant.salt, request.offered_tools, self.output_format
+        asked = await self._grammars.asked(request, tenant)
+        text = await self.chat_text(request.messages, self._template_kwargs(request), tools, caller)
+        prompt, end = await self.text_files.tokenizer.encode_chat(text, tenant), text[-_END_CHARS:]
+        of_calls = await self.off_loop(partial(self._grammars.of_calls, request, asked, end), caller)
+        grammar = await self._grammars.checked(of_calls, tenant)
+        if grammar is None and asked is not None:  # the answer's grammar leaves no room for calls
+            tools, grammar = (), self._grammars.behind_reasoning(*asked, end)
+            if grammar is None:  # nor for reasoning
+                return await self._start(request, [prompt], caller, "messages", ChatFormat, asked[1])
+        if not (tools or output.reasoning):
+            return await self._start(request, [prompt], caller, "messages", ChatFormat, None)
         names = [tool.function.name for tool in tools]
-        new_parser = partial(output.parser, text[-_END_CHARS:], names, parallel=request.parallel_tool_calls)
-        form = partial(ParsedChatFormat, parser=new_parser)
+        parallel, forced = request.parallel_tool_calls, request.forces_calls
+        new_parser = partial(output.parser, end, names, parallel=parallel, forced=forced)
+        finish: ApiFinishReason = "tool_calls" if request.chosen_tool is None else "stop"  # as in vLLM
+        form = partial(ParsedChatFormat, parser=new_parser, finish_with_calls=finish)
         shown = output.markers(tools=bool(tools))
         return await self._start(request, [prompt], caller, "messages", form, grammar, shown)
 
@@ -142,7 +149,8 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         caller.tenant.check_priority(request.priority)
-        grammar = await self._grammar(request, caller)
+        asked = await self._grammars.asked(request, caller.tenant.salt)
+        grammar = None if asked is None else asked[1]
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 await self.check_text(prompt, caller, "prompt")
@@ -210,21 +218,6 @@ class CompletionService:
         if template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none", **kwargs}
         raise unsupported("reasoning_effort")
-
-    async def _grammar(self, request: GenerateRequest, caller: Caller) -> Grammar | None:
-        """Returns the grammar that the output must follow, checked; None if there is none."""
-        found = grammar_of(request)
-        if found is None:
-            return None
-        param, grammar = found
-        if not (self.text_files.eos_ids or request.stop_token_ids):
-            reason = "the model has no end-of-sequence token, so an output could not end; give 'stop_token_ids'"
-            raise invalid(param, f"'{param}' can't be used: {reason}.", code="unsupported_parameter")
-        await self._grammars.check(param, grammar, caller.tenant.salt)
-        if self.workers.ready and not self.workers.any_with_grammars:
-            reason = "no worker of this cluster can constrain outputs"
-            raise invalid(param, f"'{param}' can't be used: {reason}.", code="unsupported_parameter")
-        return grammar
 
     async def _start(
         self,

@@ -21,6 +21,7 @@ class ParsedChatFormat(ChatFormat):
 
     Args:
         parser: Makes the parser of one choice.
+        finish_with_calls: Finish reason of a choice that ends by itself and has tool calls.
     """
 
     PARSES = True
@@ -32,8 +33,10 @@ class ParsedChatFormat(ChatFormat):
         fingerprint: bytes,
         *,
         parser: Callable[[], OutputParser],
+        finish_with_calls: ApiFinishReason = "tool_calls",
     ) -> None:
         super().__init__(request, vocabulary, fingerprint)
+        self._finish_with_calls = finish_with_calls
         self._new_parser = parser
         self._parsers: dict[int, OutputParser] = {}
 
@@ -47,13 +50,13 @@ class ParsedChatFormat(ChatFormat):
     def final(self, index: int, finish: FinishReason, delta: Delta) -> bytes:
         parser = self._parser(index)
         rest = self._write(index, parser.flush(cut=finish == "length"), _NOTHING)
-        return rest + self._chat_chunk(index, {}, _with_calls(finish, parser), delta)
+        return rest + self._chat_chunk(index, {}, self._api_finish(finish, parser), delta)
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta, parser = choice.take(), self._new_parser()
         events = parser.push(delta.text) + parser.flush(cut=choice.finish == "length")
         written = self._chat_choice(choice, delta, _message(events))
-        written["finish_reason"] = _with_calls(choice.finish, parser)
+        written["finish_reason"] = self._api_finish(choice.finish, parser)
         return written
 
     def _parser(self, index: int) -> OutputParser:
@@ -61,6 +64,9 @@ class ParsedChatFormat(ChatFormat):
         if parser is None:
             parser = self._parsers[index] = self._new_parser()
         return parser
+
+    def _api_finish(self, finish: FinishReason | None, parser: OutputParser) -> ApiFinishReason | None:
+        return self._finish_with_calls if finish == "stop" and parser.has_calls else finish
 
     def _write(self, index: int, events: Sequence[Event], delta: Delta) -> bytes:
         """The chunks of events; `delta` has what else came with their text."""
@@ -71,10 +77,6 @@ class ParsedChatFormat(ChatFormat):
             self._chat_chunk(index, one, None, delta if position == 0 else _NOTHING)
             for position, one in enumerate(deltas)
         )
-
-
-def _with_calls(finish: FinishReason | None, parser: OutputParser) -> ApiFinishReason | None:
-    return "tool_calls" if finish == "stop" and parser.has_calls else finish
 
 
 def _chat_delta(event: Event) -> ChatDelta:

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from router.api.chat_messages import Message, Tool, Tools, check_messages, check_tools, text_or_list
+from router.api.chat_messages import (
+    ChosenTool,
+    Message,
+    Tool,
+    ToolChoice,
+    Tools,
+    check_messages,
+    check_tools,
+    text_or_list,
+)
 from router.api.strict_model import StrictModel, allow_nulls
 from router.api.structured import VERBATIM, ResponseFormat, Schema, StructuredOutputs
 from router.errors import ApiError, invalid, unsupported
@@ -195,10 +204,10 @@ class ChatRequest(GenerateRequest):
     tools: Tools = Field(
         default_factory=list, description="Tools that the model may call, if its template knows tools."
     )
-    tool_choice: Any = Field(
+    tool_choice: ToolChoice | None = Field(
         None,
-        json_schema_extra={"enum": ["none", "auto", None]},
-        description="`auto` (the default): the model may call tools. `none`: the prompt has no tools.",
+        description="`auto` (the default): the model may call tools. `none`: the prompt has no tools. `required`: the "
+        "output is tool calls. An object: the output is one call of this tool.",
     )
     parallel_tool_calls: bool = Field(True, description="If false, only the first call of an output is returned.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
@@ -215,6 +224,16 @@ class ChatRequest(GenerateRequest):
     def offered_tools(self) -> Sequence[Tool]:
         """The tools that the model sees and may call."""
         return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def chosen_tool(self) -> str | None:
+        """Name of the tool that the output must be a call of; None if there is no such tool."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
+
+    @property
+    def forces_calls(self) -> bool:
+        """True if the output must be tool calls."""
+        return self.tool_choice == "required" or self.chosen_tool is not None
 
     @property
     def alternatives(self) -> int | None:

@@ -123,7 +123,7 @@ def grammar_of(request: Fields) -> tuple[str, Grammar] | None:
     try:
         return param, found[param]()
     except GrammarError as error:
-        raise _refusal(param, str(error)) from None
+        raise refusal(param, str(error)) from None
 
 
 class GrammarChecker:
@@ -145,7 +145,7 @@ class GrammarChecker:
             fault = await self._threads.run(tenant, len(grammar.text) * _WORK_FACTOR, lambda: _fault(grammar))
             self._results.put(key, fault, 1)
         if fault:
-            raise _refusal(param, fault)
+            raise refusal(param, fault)
 
 
 def _asked(
@@ -183,5 +183,6 @@ def _fault(grammar: Grammar) -> str:
     return ""
 
 
-def _refusal(param: str, reason: str) -> ApiError:
-    return invalid(param, f"'{param}' can't be used: {reason}.")
+def refusal(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    """Returns the error of a field whose grammar can't be used."""
+    return invalid(param, f"'{param}' can't be used: {reason}.", code=code)

@@ -1,5 +1,7 @@
 """Hermes 2 Pro, Qwen 2.5 and Qwen 3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them."""
 
+from cpd.grammar.lark import literal
+from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.tool_calls import SPACE, JsonCallParser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -9,6 +11,16 @@ class HermesParser(JsonCallParser):
     """Parses calls between tags. A missing closing tag is forgiven."""
 
     MARKERS = (_OPEN, _CLOSE)
+    OPENING = _OPEN
+
+    @classmethod
+    def grammar(cls, calls: CallRules) -> list[str]:
+        line = literal("\n")
+        return [
+            f"calls: {calls.several('call', line)}",
+            f"call: {calls.marker(_OPEN)} {line} object {line} {calls.marker(_CLOSE)}",
+            *calls.objects("arguments"),
+        ]
 
     def _start(self) -> bool:
         return self._write_up_to(_OPEN) and self._go(self._opened)

@@ -2,6 +2,8 @@
 
 from collections.abc import Container
 
+from cpd.grammar.lark import literal
+from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.tool_calls import JsonCallParser
 
 
@@ -11,6 +13,11 @@ class JsonParser(JsonCallParser):
     def __init__(self, tools: Container[str]) -> None:
         super().__init__(tools)
         self._is_list = False
+
+    @classmethod
+    def grammar(cls, calls: CallRules) -> list[str]:
+        several = f" | {literal('[')} {calls.several('object', literal(', '))} {literal(']')}" if calls.many else ""
+        return [f"calls: object{several}", *calls.objects("arguments")]
 
     def _start(self) -> bool:
         if not self._hold_space():

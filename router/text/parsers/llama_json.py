@@ -4,6 +4,8 @@ The whole output is calls, or they follow `<|python_tag|>`. Without the tag, an 
 with its name.
 """
 
+from cpd.grammar.lark import literal
+from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.tool_calls import SPACE, JsonCallParser
 
 _TAG = "<|python_tag|>"
@@ -13,6 +15,11 @@ class LlamaJsonParser(JsonCallParser):
     """Parses calls of which only the first may have a tag."""
 
     MARKERS = (_TAG,)
+
+    @classmethod
+    def grammar(cls, calls: CallRules) -> list[str]:
+        tag = f"{calls.marker(_TAG)}? " if calls.is_token(_TAG) else ""
+        return [f"calls: {tag}{calls.several('object', literal('; '))}", *calls.objects("parameters")]
 
     def _start(self) -> bool:
         if not self._hold_space():

@@ -5,6 +5,8 @@ import secrets
 import string
 from collections.abc import Container
 
+from cpd.grammar.lark import literal
+from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.tool_calls import JsonCallParser
 
 _CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -22,6 +24,18 @@ class MistralParser(JsonCallParser):
     """Parses both formats."""
 
     MARKERS = (_CALLS, _CALL_ID, _ARGS)
+    OPENING = _CALLS
+
+    @classmethod
+    def grammar(cls, calls: CallRules) -> list[str]:
+        opening = calls.marker(_CALLS)
+        if calls.is_token(_ARGS):  # of models that write names
+            return [f"calls: {calls.several(f'{opening} named', '')}", *calls.named(calls.marker(_ARGS))]
+        objects = calls.several("object", literal(", "))
+        return [
+            f"calls: {opening} {literal(' ')}? {literal('[')} {objects} {literal(']')}",
+            *calls.objects("arguments"),
+        ]
 
     def __init__(self, tools: Container[str]) -> None:
         super().__init__(tools)

@@ -1,16 +1,19 @@
 """Both parsers of an output together, and the choice of the parsers that fit a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cpd.grammar.grammar import Grammar
+from cpd.grammar.lark import expression, grammar, text_without
+from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from router.text.parsers.hermes import HermesParser
 from router.text.parsers.json_calls import JsonParser
 from router.text.parsers.llama_json import LlamaJsonParser
 from router.text.parsers.mistral import MistralParser
 from router.text.parsers.pythonic import PythonicParser
-from router.text.parsers.reasoning import TAGS, ReasoningParser
-from router.text.parsers.tool_calls import SPACE, ToolCallParser
+from router.text.parsers.reasoning import TAGS, ReasoningParser, reasoning_rules
+from router.text.parsers.tool_calls import SPACE, JsonCallParser, ToolCallParser
 
 TOOL_PARSERS: Mapping[str, type[ToolCallParser]] = {
     "hermes": HermesParser,
@@ -20,6 +23,18 @@ TOOL_PARSERS: Mapping[str, type[ToolCallParser]] = {
     "pythonic": PythonicParser,
 }
 """The parsers of tool calls, by the names that vLLM has for them where it has one."""
+
+FORCED_PARSERS: Mapping[str, type[JsonCallParser]] = {
+    "hermes": HermesParser,
+    "json": JsonParser,
+    "llama3_json": LlamaJsonParser,
+    "mistral": MistralParser,
+    "pythonic": JsonParser,
+}
+"""The parsers of calls that must come: a JSON schema says nothing of Python's literals, so these are plain JSON."""
+
+TokenId = Callable[[str], int | None]
+"""Returns the id of a token of the tokenizer, None for a text that is no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +54,94 @@ class OutputFormat:
         markers = TAGS[self.reasoning] if self.reasoning else ()
         return frozenset(markers + TOOL_PARSERS[self.tools].MARKERS if tools else markers)
 
-    def parser(self, prompt: str, tools: Sequence[str], *, parallel: bool) -> "OutputParser":
+    def begins_inside(self, prompt: str) -> bool:
+        """True if an output begins within its reasoning.
+
+        Args:
+            prompt: The end of the prompt's text.
+        """
+        return bool(self.reasoning) and prompt.rstrip(SPACE).endswith(TAGS[self.reasoning][0])
+
+    def parser(self, prompt: str, tools: Sequence[str], *, parallel: bool, forced: bool = False) -> "OutputParser":
         """Returns a parser for one output.
 
         Args:
             prompt: The end of the prompt's text.
             tools: Names of the tools that the model may call.
             parallel: The model may call several.
+            forced: The output follows `forced_calls`.
         """
         reasoning = None
         if self.reasoning:
-            tags = TAGS[self.reasoning]
-            reasoning = ReasoningParser(tags, inside=prompt.rstrip(SPACE).endswith(tags[0]))
-        return OutputParser(reasoning, TOOL_PARSERS[self.tools](frozenset(tools)) if tools else None, parallel=parallel)
+            reasoning = ReasoningParser(TAGS[self.reasoning], inside=self.begins_inside(prompt))
+        parsers = FORCED_PARSERS if forced else TOOL_PARSERS
+        return OutputParser(reasoning, parsers[self.tools](frozenset(tools)) if tools else None, parallel=parallel)
+
+    def forced_calls(self, prompt: str, calls: CallRules) -> Grammar:
+        """Returns the grammar of outputs that are tool calls, behind the reasoning that the prompt began.
+
+        Raises:
+            GrammarError: A schema can't be used, or all of them are too large.
+        """
+        before, rules = self._before(prompt, calls.token_id)
+        return grammar([f"start: {before} calls", *rules, *FORCED_PARSERS[self.tools].grammar(calls)])
+
+    def answer_or_calls(self, prompt: str, answer: Grammar, calls: CallRules) -> Grammar | None:
+        """Returns the grammar of outputs that are an answer or calls, behind the reasoning that the prompt began.
+
+        None if calls don't begin with a token, or `answer` has rules of its own.
+
+        Raises:
+            GrammarError: A schema can't be used, or all of them are too large.
+        """
+        if not self._is_marked(calls) or (content := expression(answer)) is None:
+            return None
+        before, rules = self._before(prompt, calls.token_id)
+        parser = FORCED_PARSERS[self.tools]
+        return grammar([f"start: {before} (content | calls)", f"content: {content}", *rules, *parser.grammar(calls)])
+
+    def text_with_calls(self, calls: CallRules) -> Grammar | None:
+        """Returns the grammar of outputs that are text with or without calls; None if calls don't begin with a token.
+
+        Raises:
+            GrammarError: A schema can't be used, or all of them are too large.
+        """
+        if not self._is_marked(calls):
+            return None
+        parser = FORCED_PARSERS[self.tools]
+        tags = [tag for pair in TAGS.values() for tag in pair if calls.is_token(tag)]
+        return grammar(
+            [
+                f"start: text (calls text){'*' if calls.many else '?'}",
+                f"text: ({' | '.join(['TEXT', *map(calls.marker, tags)])})*",
+                f"TEXT: {text_without(parser.OPENING)}",
+                *parser.grammar(calls),
+            ]
+        )
+
+    def behind_reasoning(self, prompt: str, answer: Grammar, token_id: TokenId) -> Grammar | None:
+        """Returns the grammar of outputs whose answer follows `answer`, behind the reasoning that the prompt began.
+
+        None if there is no such grammar: the prompt began none, or `answer` has rules of its own.
+
+        Raises:
+            GrammarError: It is too large.
+        """
+        if not self.begins_inside(prompt) or (content := expression(answer)) is None:
+            return None
+        before, rules = self._before(prompt, token_id)
+        return grammar([f"start: {before} content", f"content: {content}", *rules])
+
+    def _is_marked(self, calls: CallRules) -> bool:
+        """True if a token says that a call begins."""
+        opening = FORCED_PARSERS[self.tools].OPENING
+        return bool(opening) and calls.is_token(opening)
+
+    def _before(self, prompt: str, token_id: TokenId) -> tuple[str, list[str]]:
+        """Returns the start of an output as an expression, and its rules."""
+        if not self.begins_inside(prompt):
+            return "", []
+        return "reasoning", reasoning_rules(TAGS[self.reasoning], token_id)
 
 
 def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> OutputFormat:

@@ -4,12 +4,30 @@ Many templates write `<think>` at the end of the prompt, so that the output begi
 the reasoning, and before the answer, is layout.
 """
 
+from collections.abc import Callable
+
+from cpd.grammar.lark import literal, text_up_to, text_without, token
 from router.text.parsers.events import Content, Event, Reasoning
 from router.text.parsers.tool_calls import SPACE
 from router.text.stops import overlap
 
 TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 """The tags around reasoning, by the parser's name."""
+
+
+def reasoning_rules(tags: tuple[str, str], token_id: Callable[[str], int | None]) -> list[str]:
+    """Returns the rules of `reasoning`: the rest of reasoning that the prompt began, with what follows its end.
+
+    Args:
+        tags: Before and after the reasoning.
+        token_id: Returns the id of a token of the tokenizer, None for a text that is no token.
+    """
+    close = tags[1]
+    line, close_id = literal("\n"), token_id(close)
+    space = f"{line}? {line}?"
+    if close_id is None:
+        return [f"reasoning: thoughts {space}", f"thoughts[lazy]: {text_up_to(close)}"]
+    return [f"reasoning: THOUGHTS? {token(close_id)} {space}", f"THOUGHTS: {text_without(close)}"]
 
 
 class ReasoningParser:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from typing import ClassVar
 
+from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.call_scanner import CallScanner
 from router.text.parsers.events import CallArguments, CallStart, Content, Event
 from router.text.stops import overlap
@@ -139,7 +140,22 @@ class ToolCallParser(ABC):
 
 
 class JsonCallParser(ToolCallParser):
-    """Base for formats whose calls are JSON objects."""
+    """Base for formats whose calls are JSON objects.
+
+    Class attributes:
+        OPENING: The marker with which every call, or list of calls, begins; empty if there is none.
+    """
+
+    OPENING: ClassVar[str] = ""
+
+    @classmethod
+    @abstractmethod
+    def grammar(cls, calls: CallRules) -> list[str]:
+        """Returns rules; the one named `calls` is an output's calls, or a part of them in one piece.
+
+        Raises:
+            GrammarError: See `CallRules`.
+        """
 
     def __init__(self, tools: Container[str]) -> None:
         super().__init__(tools)

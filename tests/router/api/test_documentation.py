@@ -29,7 +29,12 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}]},
     {"tools": [{"type": "function", "function": {"name": "f g"}}]},
     {"tool_choice": "auto", "parallel_tool_calls": False},
-    {"tool_choice": "required"},
+    {"tool_choice": "always"},
+    {"tool_choice": {"type": "function"}},
+    {
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
     {"reasoning_effort": "low"},
     {"reasoning_effort": "much"},
     {"reasoning_effort": None},

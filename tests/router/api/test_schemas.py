@@ -81,7 +81,6 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
@@ -270,6 +269,16 @@ def _with_function(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
 
+def _choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_calls_may_be_forced() -> None:
+    for choice, forces, chosen in (("auto", False, None), ("required", True, None), (_choice("f"), True, "f")):
+        request = _chat(tool_choice=choice, **_with_function(strict=True))
+        assert (request.forces_calls, request.chosen_tool) == (forces, chosen)
+
+
 def test_tools_and_calls_are_honoured() -> None:
     schema = {"type": "object", "properties": {"x": {"default": None, "enum": [1, None]}}}
     request = _chat(
@@ -312,9 +321,12 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
         (_with_function(parameters=[]), "tools[0].function.parameters", "invalid_type"),
         (_with_function(parameters={"type": "array"}), "tools[0].function.parameters", "invalid_value"),
         (_with_function(other=1), "tools[0].function.other", "unknown_parameter"),
-        (_with_function(strict=True), "tools[0].function.strict", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice", "unsupported_parameter"),
+        (_with_function(strict="yes"), "tools[0].function.strict", "invalid_type"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing_required_parameter"),
+        ({"tools": [TOOL], "tool_choice": _choice("g")}, "tool_choice.function.name", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "invalid_type"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
         ({"messages": [CALLS[0], CALLS[2]]}, "messages[1].tool_call_id", "invalid_value"),
