@@ -1,4 +1,4 @@
-"""What a parser finds in an output. Adjacent events of one kind, and of one call, are to be joined."""
+"""What a parser finds in an output. Join adjacent events of one kind, or of one call."""
 
 from dataclasses import dataclass
 
