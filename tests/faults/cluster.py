@@ -211,7 +211,7 @@ class FaultCluster:
         """
 
         async def disarm(worker: str) -> None:
-            with suppress(OSError, TimeoutError, ValueError):
+            with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await self._tell(worker, {"disarm": True})
 
@@ -222,9 +222,12 @@ class FaultCluster:
             reader, writer = await asyncio.open_unix_connection(self._socket(worker))
             try:
                 writer.write(json.dumps(command).encode() + b"\n")
-                answer: dict[str, Any] = json.loads(await reader.readline())
+                line = await reader.readline()
             finally:
                 writer.transport.abort()
+        if not line:
+            raise ConnectionResetError(f"{worker} ended before it answered")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _socket(self, worker: str) -> Path:
