@@ -242,7 +242,6 @@ class DecodeService:
         for engine_id in request.engine_ids:
             self._by_engine_id.pop(engine_id, None)
 
-
     def _unpin(self, request: RouterRequest) -> None:
         pages, request.pinned = request.pinned, []
         self._pages.unpin(pages)

@@ -211,8 +211,8 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Changes when the results of `landings.reserve`, `block_to_wait_for`, `loading`, `uncached_tokens` or `park_all`
-        may change."""
+        """Changes when results may change: of `landings.reserve`, `block_to_wait_for`, `loading`, `uncached_tokens` and
+        `park_all`."""
         return self.scheduler.version + self._pool.publications
 
     @property

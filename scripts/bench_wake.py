@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -125,7 +126,12 @@ async def main(weights: float, pool: float, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder, embedded_redis(Path(folder) / "r") as redis:
         model = Path(folder) / "model"
         write(model, **MODEL, num_hidden_layers=layers)
-        settings = {"model": str(model), "device": "cpu", "dtype": "bfloat16", "kv_memory": int(pool * 2**30)}
+        settings: dict[str, Any] = {
+            "model": str(model),
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "kv_memory": int(pool * 2**30),
+        }
         before_mib = resident_mib()
         started = running(
             "combined",

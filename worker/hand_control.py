@@ -24,9 +24,7 @@ class HandControl:
         settings: How long running requests have to end before the model sleeps.
     """
 
-    def __init__(
-        self, resident: Resident, changed: Callable[[], None], settings: SleepSettings | None = None
-    ) -> None:
+    def __init__(self, resident: Resident, changed: Callable[[], None], settings: SleepSettings | None = None) -> None:
         self._resident = resident
         self._changed = changed
         self._drain_s = (settings or SleepSettings()).drain_timeout_s

@@ -11,7 +11,7 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import EngineStats
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports, unless the worker becomes busy or idle, or its role or its model's state changes."""
+"""Shortest time between two reports, unless the worker becomes busy or idle, or its role or model's state changes."""
 
 HEARTBEAT_S = 1.0
 """Longest time between two reports. An unchanged report shows that this process runs."""

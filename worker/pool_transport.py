@@ -31,7 +31,8 @@ class PoolTransport:
     """
 
     def __init__(self, open_transport: OpenTransport, memory: PoolMemory, settings: WorkerSettings) -> None:
-        self.name, self.reason = settings.transport, ""
+        self.name: str = settings.transport
+        self.reason = ""
         self.address = self.common_address = b""
         self.epoch = 0
         self._open = open_transport

@@ -1,7 +1,7 @@
 """What decides about a worker's model and what carries it out know of each other.
 
-    residency (decides)  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  ──▶ engine, memory, transport
-            ▲──────────── request_arrived, report ──── worker
+residency (decides)  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  ──▶ engine, memory, transport
+        ▲──────────── request_arrived, report ──── worker
 """
 
 from collections.abc import Callable, Sequence

@@ -138,6 +138,10 @@ class WorkerService:
         """Number of requests of other workers that have not ended."""
         return len(self._server.running)
 
+    def outlook(self) -> Outlook:
+        """Returns what is known of the requests of routers."""
+        return self.decode.outlook()
+
     # ---- from the engine ----
 
     def after_pass(self, engine: Engine, output: StepOutput | None) -> None:

@@ -1,15 +1,15 @@
 """Puts a worker's model to sleep, and wakes it. The worker keeps its process, lease, sessions and requests.
 
     asleep ──wake──▶ waking ──▶ serving ──drain──▶ draining ──sleep──▶ sleeping ──▶ asleep
-      ▲────failed──────┘            ▲ └─────────────sleep──────────────────▲ └─ pages can't be freed: the process restarts
-                                    └───undrain──────┘
+      ▲────failed──────┘         ▲  └──────────────sleep──────────────────▲ └──▶ the process restarts
+                                 └──────undrain──────┘
 
-| state    | memory, transport | requests of routers                      | requests of other workers                  |
-| serving  | here, open        | run                                      | are served                                 |
-| draining | here, open        | go on if they ran; others wait           | end; only cached blocks are sent for new ones |
-| sleeping | until all is free | wait                                     | are ended                                  |
-| asleep   | none, closed      | wait                                     | are refused                                |
-| waking   | until all is here | wait                                     | are refused                                |
+| state    | memory    | transport | requests of routers            | requests of other workers                |
+| serving  | here      | open      | run                            | are served                               |
+| draining | here      | open      | go on if they ran; others wait | go on; new ones get cached blocks only   |
+| sleeping | leaves    | closes    | wait                           | are ended                                |
+| asleep   | none      | closed    | wait                           | are refused                              |
+| waking   | comes     | opens     | wait                           | are refused                              |
 
 A request that waits is in the engine's queue. One that ran is parked there: the engine has preempted it, and goes on
 with it after the wake, from its blocks in host memory or from its tokens.

@@ -212,10 +212,10 @@ class AllWorkersSettings(MemberSettings, EngineSettings):
         False,
         description="Check the checksum of every page that arrives from another worker or from host memory.",
     )
-    device_memory: ByteSize = Field(
-        ByteSize(0),
-        description="Memory of each machine that its models share, such as 16GiB: while one sleeps, others have its "
-        "memory. 0: every model keeps its own. On CPUs only.",
+    device_memory: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        None,
+        description="Memory of each machine for models that share it, such as 64GiB: while one sleeps, others have its "
+        "memory. Default: no model sleeps. On CPUs only.",
     )
     prefill_progress_s: float = Field(
         10.0,

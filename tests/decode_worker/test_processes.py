@@ -111,7 +111,7 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
 
 
 async def test_after_a_sleep_pages_move_over_a_new_transport(model: Path, redis_url: str, tmp_path: Path) -> None:
-    flags = {"dtype": "float32", "prefill_progress_s": 60, "device_memory": "1GiB"}
+    flags: dict[str, Any] = {"dtype": "float32", "prefill_progress_s": 60, "device_memory": "1GiB"}
     async with cluster(model, redis_url, tmp_path, **flags) as c:
         for number, view in enumerate((c.router, c.prefill_view)):
             before = await c.submit(request("before", 900, salt=number), number)

@@ -52,6 +52,7 @@ class TestStreams:
         for _ in range(3):
             before = {key: len(tokens) for key, tokens in served.token_ids.items()}
             give_memory_away(engine, runner)
+            assert engine.step().outputs == []
             assert not engine.has_work
             engine.go_on(0.0)
             for _ in range(4):

@@ -58,12 +58,14 @@ async def one(redis_url: str, **settings: Any) -> AsyncIterator[One]:
     gate, memories = Gate(), list[FakeModelMemory]()
     engine = settings.pop("engine", {})
     load = fake_loader(before_step=gate.wait, on_memory=memories.append, **engine)
-    async with running("combined", redis_url, load=load, network=LocalNetwork(), **settings) as worker:
-        async with Client(worker) as router:
-            try:
-                yield One(worker, router, gate, memories[0])
-            finally:
-                gate.open()
+    async with (
+        running("combined", redis_url, load=load, network=LocalNetwork(), **settings) as worker,
+        Client(worker) as router,
+    ):
+        try:
+            yield One(worker, router, gate, memories[0])
+        finally:
+            gate.open()
 
 
 def check(request: Request, answer: Answer) -> None:

@@ -1,6 +1,7 @@
-"""A real model in float32 that sleeps in the middle of its answers, over sessions: the tokens are those of a quiet run."""
+"""A real model in float32 sleeps in the middle of its answers. The tokens are those of an undisturbed run."""
 
 import asyncio
+import os
 import random
 import shutil
 from collections.abc import AsyncIterator
@@ -35,7 +36,9 @@ def make_requests(tenant: str) -> list[Request]:
     requests = []
     for i in range(5):
         token_ids = (shared if i < 2 else []) + numbers.choices(range(3, 400), k=40 + 60 * i)
-        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=TOKENS, repetition_penalty=1.0 + i % 3 / 10)
+        params = SamplingParams(
+            temperature=float(i % 2), seed=i, max_tokens=TOKENS, repetition_penalty=1.0 + i % 3 / 10
+        )
         hashes = extend_hashes(root, token_ids)
         requests.append(Request(f"r{i}", token_ids, len(token_ids), params, root, hashes, n=2 if i == 3 else 1))
     return requests
@@ -102,18 +105,19 @@ async def test_streams_go_on_with_the_tokens_of_an_undisturbed_run(
 async def test_a_checkpoint_that_vanished_fails_the_wake_and_streams_go_on_when_it_is_back(
     redis_url: str, model: Path, tmp_path: Path
 ) -> None:
-    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
     async with serving(redis_url, directory) as (_, router, sleeper):
         undisturbed = await submit(router, make_requests("one"))
         await router.done(*undisturbed)
         disturbed = await submit(router, make_requests("another"), 100)
         await until(disturbed, TOKENS // 4)
         await asleep(router, sleeper)
-        directory.rename(tmp_path / "elsewhere")
+        os.rename(directory, tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="model"):
             await sleeper.wake()
         assert not any(answer.done for answer in disturbed)
-        (tmp_path / "elsewhere").rename(directory)
+        os.rename(tmp_path / "elsewhere", directory)
         await sleeper.wake()
         await router.done(*disturbed)
         assert [answer.tokens for answer in disturbed] == [answer.tokens for answer in undisturbed]
@@ -126,7 +130,7 @@ async def test_also_while_a_prompt_is_prefilled_elsewhere_or_a_prefix_fetched(
     network = LocalNetwork(pages_ms=lambda pages: 20.0 * pages)  # so that pages are on their way for a while
     async with (
         serving(redis_url, model, network, "prefill") as (prefill, prefill_view, _),
-        serving(redis_url, model, network, host_kv_memory=host_kv_memory) as (worker, router, sleeper),
+        serving(redis_url, model, network, host_kv_memory=host_kv_memory) as (_, router, sleeper),
     ):
         undisturbed = await submit(router, make_requests("one"))
         await router.done(*undisturbed)

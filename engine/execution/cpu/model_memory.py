@@ -37,7 +37,8 @@ from engine.execution.cpu.staged_copy import StagedCopy
 from engine.execution.cpu.system_memory import Bytes
 from engine.execution.memory_limits import available_memory
 
-S, T = TypeVar("S"), TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 ReadAgain = Callable[[], Generator[tuple[torch.Tensor, torch.Tensor], None, None]]
 """Yields each weight with a new tensor of the same content, from the checkpoint. Raises CheckpointError."""
@@ -176,8 +177,10 @@ class ModelMemory:
             staged.close()
 
     def _copy_staged(self, staged: StagedCopy) -> None:
+        content = staged.content()
+
         def copy(piece: _Piece) -> bool:
-            staged.read(piece.content, piece.offset)
+            piece.content[:] = content[piece.offset : piece.offset + len(piece.content)]
             return _checksum(piece.content) == piece.checksum
 
         if not all(self._cores.map(copy, self._pieces)):
@@ -212,9 +215,9 @@ class _Cores:
         self.count = count
         self._executor = ThreadPoolExecutor(count, "model-memory")
 
-    def map(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Returns the results when all calls have ended. Raises the first error."""
-        results: dict[int, T] = {}
+        results: dict[int, Result] = {}
         indices = iter(range(len(items)))
 
         def run() -> None:
@@ -253,4 +256,4 @@ def _address(memory: Bytes) -> int:
 
 
 def _checksum(memory: Bytes) -> int:
-    return xxhash.xxh3_64_intdigest(memory)
+    return xxhash.xxh3_64_intdigest(memory.data)

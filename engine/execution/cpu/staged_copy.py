@@ -1,6 +1,6 @@
 """A copy of weights in a file in memory (memfd).
 
-The file is not mapped, so the copy does not count as resident memory of the process; it does count for its container.
+The file is mapped only while it is read, so that it is no resident memory of the process. It counts for the container.
 """
 
 import mmap
@@ -15,7 +15,7 @@ _RANGE_BYTES = 32 << 20
 
 
 class StagedCopy:
-    """An open file of `num_bytes`. Several threads may read and write different parts of it.
+    """An open file of `num_bytes`.
 
     Raises:
         OSError: There is too little memory.
@@ -33,17 +33,16 @@ class StagedCopy:
 
     def write(self, content: Bytes, offset: int) -> None:
         """Writes bytes at an offset."""
-        left = memoryview(content)
+        left = content.data
         while left:
             count = os.pwrite(self._file, left, offset)
             left, offset = left[count:], offset + count
 
-    def read(self, content: Bytes, offset: int) -> None:
-        """Fills `content` with the bytes at an offset."""
-        left = memoryview(content)
-        while left:
-            count = os.preadv(self._file, [left], offset)
-            left, offset = left[count:], offset + count
+    def content(self) -> Bytes:
+        """Returns its bytes, which are mapped as long as the array exists."""
+        memory = np.frombuffer(mmap.mmap(self._file, self.num_bytes, prot=mmap.PROT_READ), np.uint8)
+        system_memory.in_huge_pages(memory)
+        return memory
 
     def close(self) -> None:
         """Frees the memory."""

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cpd.common.errors import CheckpointError, ConfigError
+from cpd.performance.colocation import Colocation
 from engine.engine import Engine
-from engine.execution.cpu import model_memory
+from engine.execution.cpu import model_memory, system_memory
 from engine.execution.cpu.lanes import own_cores, use_threads
 from engine.execution.cpu.model_memory import ModelMemory
 from engine.execution.runner import TorchRunner
 from engine.model.config import load_config
+from engine.types import SamplingParams
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import MODEL, drain
 from tests.engine.test_engine_model import make_request
-from cpd.performance.colocation import Colocation
-from engine.types import SamplingParams
 
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
 """About 16 million parameters."""
@@ -36,7 +36,11 @@ def make_runner(directory: Path, *, dtype: str = "float32", num_pages: int = 64)
 def answers(runner: TorchRunner) -> list[list[int]]:
     """What the model answers, from an empty cache."""
     engine = Engine(
-        runner, max_model_len=300, colocation=Colocation(MODEL, token_budget=64), max_num_seqs=8, max_queue_tokens=10_000
+        runner,
+        max_model_len=300,
+        colocation=Colocation(MODEL, token_budget=64),
+        max_num_seqs=8,
+        max_queue_tokens=10_000,
     )
     for i in range(3):
         engine.add(make_request(f"r{i}", list(range(5 + i, 60 + 7 * i)), SamplingParams(seed=i, max_tokens=20)))
@@ -156,7 +160,7 @@ class TestFailures:
         memory.release()
         directory.rename(tmp_path / "elsewhere")
         for _ in range(2):
-            with pytest.raises(CheckpointError, match="holds neither model.safetensors"):
+            with pytest.raises(CheckpointError, match="holds neither model"):
                 getattr(memory, step)()
             assert memory.resident_bytes() < 0.02 * memory.num_bytes
             assert memory.staged_bytes == 0
@@ -203,7 +207,7 @@ class TestFailures:
             with pytest.raises(ConfigError, match=r"needs 0.1 GiB of memory, and 0.1 GiB are free"):
                 memory.restore()
         with monkeypatch.context() as patch:
-            patch.setattr(model_memory.system_memory, "populate", out_of_memory)
+            patch.setattr(system_memory, "populate", out_of_memory)
             with pytest.raises(ConfigError, match="gave no memory for the model: Cannot allocate memory"):
                 memory.restore()
             with pytest.raises(ConfigError, match="gave no memory for a staged copy: Cannot allocate memory"):
