@@ -1,6 +1,7 @@
 """Workers whose model goes to sleep while pages move between them."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -121,12 +122,12 @@ class TestRemotePrefill:
                 sleeper(p.prefill).drain()
             else:
                 await sleeper(p.prefill).sleep()
-            assert sleeper(p.prefill).facts(0.0).waiting == 0
+            assert sleeper(p.prefill).facts(time.monotonic()).waiting == 0
             answer = await p.submit(make_request("a", prompt(300), max_tokens=20), 1)
             await p.router.done(answer)
             assert answer.refusal is not None
             assert "this worker's model sleeps" in answer.refusal.message
-            facts = sleeper(p.prefill).facts(sleeper(p.prefill)._last_access)
+            facts = sleeper(p.prefill).facts(time.monotonic())
             assert (facts.waiting, facts.running) == (1, 0)
 
 

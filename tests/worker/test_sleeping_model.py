@@ -89,15 +89,15 @@ async def test_streams_go_on_with_the_tokens_of_an_undisturbed_run(
         if staged:
             await sleeper.stage()
         disturbed = await submit(router, make_requests("another"), 100)
+        late = []
         for tokens in (TOKENS // 4, TOKENS // 2):
             await until(disturbed, tokens)
             await asleep(router, sleeper)
             assert not any(answer.done for answer in disturbed)
-            late = await router.submit(make_requests("late")[2], 1000 + tokens)
+            late.append(await router.submit(make_requests("late")[2], 1000 + tokens))
             await sleeper.wake()
-            await router.done(late)
-            assert late.tokens == undisturbed[2].tokens
-        await router.done(*disturbed)
+        await router.done(*disturbed, *late)
+        assert [answer.tokens for answer in late] == [undisturbed[2].tokens] * 2
         assert [answer.tokens for answer in disturbed] == [answer.tokens for answer in undisturbed]
         await router.balanced()
 

@@ -71,7 +71,7 @@ Prepare = Callable[[ModelMemory], None]
         ("qwen2", "bfloat16", {}),
         ("qwen3", "float32", {}),
         ("qwen3", "float16", {}),  # torch's own operations, where the head is the embedding
-        ("mistral", "float32", {"head_dim": 17, "num_key_value_heads": 4}),
+        ("qwen2", "bfloat16", {"intermediate_size": 177}),  # one layer has rows that the kernels can't read
     ],
 )
 def test_the_model_answers_the_same_afterwards(
