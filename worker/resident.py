@@ -72,7 +72,7 @@ class Resident(Protocol):
     def state(self) -> ModelState: ...
 
     async def wake(self) -> int:
-        """Loads and verifies the weights, and serves. Returns the bytes of memory that it has now.
+        """Loads and verifies the weights, and serves. Returns the bytes of memory that it has, when it has all.
 
         Raises:
             CPDError: It failed. No memory is held, and it may be tried again.

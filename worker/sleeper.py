@@ -18,7 +18,8 @@ Memory is freed when nothing can write into it any more. First everything that s
 the transport is closed, then the engine gives up the pages; those in quarantine are waited for. If that takes longer
 than `prefill_progress_s`, the process ends and is started again, which is always safe.
 
-Weights are copied, read and dropped on one thread. Steps don't run then, except beside `stage`.
+Weights are copied, read and dropped on one thread. Steps don't run then, except beside `stage`. The pool becomes resident
+while the model serves already.
 """
 
 import asyncio
@@ -178,9 +179,9 @@ class Sleeper:
         self._enter(ModelState.SLEEPING)
         times = _Times()
         try:
+            await self._engine.call(Engine.pause)  # when its step ends
+            times.end("pause")
             async with asyncio.timeout(self._release_s):
-                await self._engine.call(Engine.pause)
-                times.end("pause")
                 await self._service.pause()
                 await self._transport.close()
                 times.end("end transfers")
@@ -202,12 +203,12 @@ class Sleeper:
         self._expect(ModelState.ASLEEP)
         self._enter(ModelState.WAKING)
         times = _Times()
+        source = "copy weights" if self._memory.staged_bytes else "read weights"
         try:
-            times.took_s |= await self._run(self._memory.restore)
-            times.begin()
+            await self._run(self._memory.restore)
+            times.end(source)
             await self._transport.open()
             times.end("open transport")
-            held = await self._run(self._memory.resident_bytes)
             await self._engine.call(_go_on)
         except CPDError as error:
             await self._roll_back(str(error))
@@ -216,10 +217,15 @@ class Sleeper:
             log.exception("an unexpected error while the model woke")
             await self._roll_back(repr(error))
             raise ResidencyError(repr(error)) from error
+        self._enter(ModelState.SERVING)
+        try:
+            await self._run(self._memory.populate_pool)
+        except OSError as error:
+            log.warning("the system has no memory for all KV pages: %s", error.strerror)
+        times.end("pool, while it serves")
         self.took_s = times.took_s
         log.info("the model is awake, after %s", times)
-        self._enter(ModelState.SERVING)
-        return held
+        return await self._run(self._memory.resident_bytes)
 
     # ---- small parts ----
 
@@ -253,16 +259,12 @@ class _Times:
 
     def __init__(self) -> None:
         self.took_s: dict[str, float] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        """Begins a part."""
         self._began_s = time.perf_counter()
 
     def end(self, part: str) -> None:
         """Ends a part; the next one begins."""
-        self.took_s[part] = time.perf_counter() - self._began_s
-        self.begin()
+        now_s = time.perf_counter()
+        self.took_s[part], self._began_s = now_s - self._began_s, now_s
 
     def __str__(self) -> str:
         return ", ".join(f"{part} {1e3 * seconds:.0f} ms" for part, seconds in self.took_s.items())

@@ -94,10 +94,12 @@ class FakeModelMemory:
         self._runner.memory[:] = GARBAGE
         self._runner.has_memory = False
 
-    def restore(self) -> dict[str, float]:
+    def restore(self) -> None:
         self._fail()
         self._runner.has_memory = True
-        return {}
+
+    def populate_pool(self) -> None:
+        assert self._runner.has_memory
 
     def stage(self) -> None:
         self._fail()

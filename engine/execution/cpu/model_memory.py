@@ -1,6 +1,6 @@
 """The memory of a model on a CPU, weights and page pool, which others can have while the model sleeps.
 
-    resident ──release──▶ released ──restore──▶ resident
+    resident ──release──▶ released ──restore──▶ weights resident ──populate_pool──▶ resident
                               ▲         │ an error says why it failed, and nothing is held
                               └─────────┘
 
@@ -18,7 +18,6 @@ loaded; `restore` compares it with what is in place afterwards.
 """
 
 import ctypes
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
@@ -47,7 +46,7 @@ PIECE_BYTES = 1 << 20
 """A piece is still in the core's cache when its checksum is computed."""
 
 _RANGE_BYTES = 32 << 20
-"""Memory that one core releases or populates at a time."""
+"""Memory that is released or populated in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class _Piece:
 
 
 class ModelMemory:
-    """See the module. For one thread at a time; only `stage` and `unstage` may run beside steps.
+    """See the module. For one thread at a time. Only `stage`, `unstage` and `populate_pool` may run beside steps.
 
     Args:
         weights: All tensors of the model. Their checksums are computed now.
@@ -113,11 +112,8 @@ class ModelMemory:
         self._released = True
         self._cores.map(system_memory.release, self._ranges)
 
-    def restore(self) -> dict[str, float]:
-        """Gets the memory back, and the weights.
-
-        Returns:
-            How long its parts took, in seconds.
+    def restore(self) -> None:
+        """Gets the weights back. From then on steps can run; `populate_pool` gets the rest.
 
         Raises:
             ConfigError: There is too little memory.
@@ -128,23 +124,24 @@ class ModelMemory:
             raise ConfigError(
                 f"the model needs {self.num_bytes / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free"
             )
-        start_s = time.perf_counter()
         try:
             if self._staged is not None:
-                source = "copy weights"
                 self._copy_staged(self._staged)
             else:
-                source = "read weights"
                 self._take_from_checkpoint(_put)
-            loaded_s = time.perf_counter()
-            self._cores.map(system_memory.populate, _divide(self._pool, _RANGE_BYTES))
-        except BaseException as error:
+        except BaseException:
             self.release()
-            if isinstance(error, OSError):
-                raise ConfigError(f"the system gave no memory for the model: {error.strerror}") from None
             raise
         self._released = False
-        return {source: loaded_s - start_s, "pool": time.perf_counter() - loaded_s}
+
+    def populate_pool(self) -> None:
+        """Makes the pool resident, so that no step waits for a page fault. Steps run meanwhile on the other cores.
+
+        Raises:
+            OSError: There is too little memory.
+        """
+        for part in _divide(self._pool, _RANGE_BYTES):
+            system_memory.populate(part)
 
     def stage(self) -> None:
         """Makes the staged copy: from the weights, with one core, or while these are released from the checkpoint.

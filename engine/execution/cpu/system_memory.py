@@ -33,7 +33,7 @@ def in_huge_pages(memory: Bytes) -> None:
 
 
 def populate(memory: Bytes) -> None:
-    """Makes memory resident, so that nobody waits for it later. Its content must not matter.
+    """Makes memory resident, so that nobody waits for it later. Others may use it meanwhile.
 
     Raises:
         OSError: The system has too little memory.
@@ -41,9 +41,8 @@ def populate(memory: Bytes) -> None:
     try:
         _advise(memory, _MADV_POPULATE_WRITE)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # an older kernel
+        if error.errno != errno.EINVAL:  # an older kernel: it becomes resident when it is used
             raise
-        memory[:: mmap.PAGESIZE] = 0
 
 
 def resident_bytes(memory: Bytes) -> int:
