@@ -32,7 +32,7 @@ from tests.waiting import eventually
 from tests.worker.client import Answer, Client
 from tests.worker.cluster import running
 from worker.engine_loader import load_engine
-from worker.sleeper import Sleeper
+from worker.sleeper import POOL, Sleeper
 
 MODEL = {
     "hidden_size": 2048,
@@ -94,13 +94,13 @@ async def begin_streams(router: Client, first: int) -> list[Answer]:
 
 
 async def timed(change: str, sleeper: Sleeper, parts: dict[str, list[float]]) -> float:
-    """Makes a change of the model's state; notes its parts. Returns its seconds."""
+    """Makes a change of the model's state; notes its parts. Returns its seconds, for a wake until the model serves."""
     begin_s = time.perf_counter()
     await getattr(sleeper, change)()
     took_s = time.perf_counter() - begin_s
     for part, seconds in sleeper.took_s.items():
         parts.setdefault(part, []).append(seconds)
-    return took_s
+    return took_s - sleeper.took_s.get(POOL, 0.0)
 
 
 def ms(seconds: Sequence[float]) -> str:

@@ -18,8 +18,8 @@ Memory is freed when nothing can write into it any more. First everything that s
 the transport is closed, then the engine gives up the pages; those in quarantine are waited for. If that takes longer
 than `prefill_progress_s`, the process ends and is started again, which is always safe.
 
-Weights are copied, read and dropped on one thread. Steps don't run then, except beside `stage`. The pool becomes resident
-while the model serves already.
+Weights are copied, read and dropped on one thread. Steps don't run then, except beside `stage`. The pool becomes
+resident while the model serves already.
 """
 
 import asyncio
@@ -46,6 +46,9 @@ T = TypeVar("T")
 
 RATE_S = 60.0
 """Time over which arrivals are averaged."""
+
+POOL = "pool, while it serves"
+"""Name of the part of a wake that comes after it."""
 
 REFUSED_S = 5.0
 """For this long a refused request of another worker counts as one that waits: the model is needed."""
@@ -222,7 +225,7 @@ class Sleeper:
             await self._run(self._memory.populate_pool)
         except OSError as error:
             log.warning("the system has no memory for all KV pages: %s", error.strerror)
-        times.end("pool, while it serves")
+        times.end(POOL)
         self.took_s = times.took_s
         log.info("the model is awake, after %s", times)
         return await self._run(self._memory.resident_bytes)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -89,7 +89,7 @@ class ModelMemory:
         contents = [_bytes_of(tensor) for tensor in self._tensors.values()]
         self.weight_bytes = sum(map(len, contents))
         self.num_bytes = self.weight_bytes + len(self._pool)
-        self._ranges = [part for region in (*contents, self._pool) for part in _divide(region, _RANGE_BYTES)]
+        self._ranges = [part for region in (*contents, self._pool) for part in _ranges(region)]
         places = [place for content in contents for place in _divide(content, PIECE_BYTES)]
         checksums = self._cores.map(_checksum, places)
         offsets = list(accumulate(map(len, places), initial=0))
@@ -140,7 +140,7 @@ class ModelMemory:
         Raises:
             OSError: There is too little memory.
         """
-        for part in _divide(self._pool, _RANGE_BYTES):
+        for part in _ranges(self._pool):
             system_memory.populate(part)
 
     def stage(self) -> None:
@@ -154,17 +154,13 @@ class ModelMemory:
             return
         try:
             staged = StagedCopy(self.weight_bytes)
+            try:
+                self._write(staged)
+            except BaseException:
+                staged.close()
+                raise
         except OSError as error:
             raise ConfigError(f"the system gave no memory for a staged copy: {error.strerror}") from None
-        try:
-            if self._released:
-                self._take_from_checkpoint(lambda piece, content: _write(staged, piece, content))
-            else:
-                for piece in self._pieces:
-                    staged.write(piece.content, piece.offset)
-        except BaseException:
-            staged.close()
-            raise
         self._staged = staged
 
     def unstage(self) -> None:
@@ -172,6 +168,17 @@ class ModelMemory:
         staged, self._staged = self._staged, None
         if staged is not None:
             staged.close()
+
+    def _write(self, staged: StagedCopy) -> None:
+        def write(piece: _Piece, content: Bytes) -> Bytes:
+            staged.write(content, piece.offset)
+            return content
+
+        if self._released:
+            self._take_from_checkpoint(write)
+        else:
+            for piece in self._pieces:
+                write(piece, piece.content)
 
     def _copy_staged(self, staged: StagedCopy) -> None:
         content = staged.content()
@@ -233,19 +240,21 @@ def _put(piece: _Piece, content: Bytes) -> Bytes:
     return piece.content
 
 
-def _write(staged: StagedCopy, piece: _Piece, content: Bytes) -> Bytes:
-    staged.write(content, piece.offset)
-    return content
-
-
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
     """A view of a contiguous tensor's memory, which does not keep the tensor."""
     assert tensor.is_contiguous()
     return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-def _divide(memory: Bytes, size: int) -> list[Bytes]:
-    return [memory[start : start + size] for start in range(0, len(memory), size)]
+def _divide(memory: Bytes, size: int, first: int = 0) -> list[Bytes]:
+    """Cuts memory at each multiple of `size`, where it begins at `first`."""
+    cuts = [0, *range(-first % size or size, len(memory), size), len(memory)]
+    return [memory[start:end] for start, end in pairwise(cuts)]
+
+
+def _ranges(memory: Bytes) -> list[Bytes]:
+    """Cuts memory where huge pages may begin: a part of one is not freed."""
+    return _divide(memory, _RANGE_BYTES, _address(memory))
 
 
 def _address(memory: Bytes) -> int:
