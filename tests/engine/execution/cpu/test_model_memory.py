@@ -146,6 +146,13 @@ def test_a_copy_is_staged_from_the_checkpoint_while_the_memory_is_away(checkpoin
     assert answers(runner) == before
 
 
+def test_a_gpus_memory_can_not_be_shared(checkpoint: MakeCheckpoint) -> None:
+    runner = make_runner(checkpoint("qwen3"))
+    runner._device = torch.device("cuda")
+    with pytest.raises(ConfigError, match="--device-memory"):
+        runner.model_memory()
+
+
 class TestFailures:
     """Nothing is held, and the next try may succeed."""
 
