@@ -36,7 +36,7 @@ _TO_WIRE = {
     ModelState.WAKING: pb.Residency.STATE_WAKING,
     ModelState.SERVING: pb.Residency.STATE_SERVING,
     ModelState.DRAINING: pb.Residency.STATE_DRAINING,
-    ModelState.SLEEPING: pb.Residency.STATE_ASLEEP,
+    ModelState.SLEEPING: pb.Residency.STATE_DRAINING,
 }
 
 

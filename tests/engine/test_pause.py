@@ -42,6 +42,17 @@ def give_memory_away(engine: Engine, runner: FakeRunner) -> None:
         runner.pages[page] = [GARBAGE] * BLOCK_SIZE
 
 
+def is_idle(engine: Engine) -> bool:
+    return not engine.has_work
+
+
+def finish_chunks(engine: Engine, runner: FakeRunner, served: Served) -> None:
+    """Ends the chunks on the prefill lane, and collects them."""
+    while runner.prefill_lane.running:
+        runner.prefill_lane.finish()
+        served.take(engine.step())
+
+
 class TestStreams:
     @pytest.mark.parametrize("host_pages", [0, 3, 64])
     def test_they_go_on_after_their_last_token(self, host_pages: int) -> None:
@@ -53,7 +64,7 @@ class TestStreams:
             before = {key: len(tokens) for key, tokens in served.token_ids.items()}
             give_memory_away(engine, runner)
             assert engine.step().outputs == []
-            assert not engine.has_work
+            assert is_idle(engine)
             engine.go_on(0.0)
             while not all(len(served.token_ids[key]) > count for key, count in before.items()):
                 assert engine.has_work
@@ -140,7 +151,7 @@ class TestRequests:
         request = make_request("a", prompt(40))
         engine.add(request)
         assert engine.step().outputs == []
-        assert not engine.has_work
+        assert is_idle(engine)
         assert (engine.stats().running, engine.stats().waiting) == (0, 1)
         engine.go_on(0.0)
         assert engine.has_work
@@ -193,16 +204,14 @@ class TestPagesInUse:
         engine.pause()
         assert not engine.park_all()
         version = engine.version
-        while runner.prefill_lane.running:
-            runner.prefill_lane.finish()
-            served.take(engine.step())
+        finish_chunks(engine, runner, served)
         assert engine.version != version
         give_memory_away(engine, runner)
         engine.go_on(0.0)
-        while engine.has_work or runner.prefill_lane.running:
-            if runner.prefill_lane.running:
-                runner.prefill_lane.finish()
+        while ("l", 0) not in served.finish:
             served.take(engine.step())
+            finish_chunks(engine, runner, served)
+        drain(engine, served)
         assert_as_expected(served, engine, short, long)
 
     def test_a_step_in_flight(self) -> None:
