@@ -11,6 +11,9 @@ fetched first: one attempt of at most `prefill_progress_s`. The engine computes 
 
 First tokens of a failed remote prefill were sent to the client and can't be sampled again: the request continues as
 prompt plus first token, one request per choice.
+
+While this worker's model drains or sleeps, the engine takes every request: it waits there for the next wake. Remote
+prefills and prefix fetches under way are interrupted when the model goes to sleep.
 """
 
 import asyncio
@@ -87,6 +90,11 @@ class PrefillCoordinator:
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
+    def interrupt(self) -> None:
+        """Ends remote prefills and prefix fetches, because the model goes to sleep."""
+        for prefill in self.running:
+            prefill.interrupt()
+
     async def stop(self) -> None:
         """Returns when every request has ended. Call it after they were refused."""
         await asyncio.gather(*self._tasks)
@@ -131,6 +139,7 @@ class _Coordination:
         self._parts = [request.request]  # one; after first tokens one per choice
         self._awaited: bytes | None = None  # the block that the request waits for, being computed or received
         self._failures: dict[str, str] = {}  # reason, by prefill worker
+        self._resumed = False  # it had first tokens when the model went to sleep
 
     async def run(self) -> None:
         """Returns when the engine has the request, or it has ended."""
@@ -148,7 +157,7 @@ class _Coordination:
             if report.verdict is not _Verdict.TOO_LONG:
                 return
             await self._fetch_prefix(self._prefix_source, report)
-            self._long_prefill_tokens = len(self._request.request.token_ids)  # from here on everything is local
+            self._compute_here()
         for candidate in self._candidates:
             report = await self._take_or_report()
             if report.verdict is not _Verdict.TOO_LONG:
@@ -156,9 +165,14 @@ class _Coordination:
             if len(self._parts) > 1:
                 break  # a remote prefill takes one request; these are one per choice, and share the prompt in the cache
             if self._coordinator._computes_for_others():
-                self._long_prefill_tokens = len(self._request.request.token_ids) + 1  # everything is local
+                self._compute_here()
                 break
             outcome = await self._prefill_by(candidate, report)
+            if outcome.status is Status.INTERRUPTED:
+                self._continue_after(outcome.first)
+                self._resumed = bool(outcome.first)
+                self._compute_here()
+                break
             if outcome.status is not Status.FAILED:
                 return
             level = logging.DEBUG if outcome.failure is Failure.QUEUE_FULL else logging.INFO
@@ -174,6 +188,10 @@ class _Coordination:
             )
 
     # ---- local ----
+
+    def _compute_here(self) -> None:
+        """From here on everything is local."""
+        self._long_prefill_tokens = len(self._request.request.token_ids) + 1
 
     async def _take_or_report(self) -> _CacheReport:
         """Waits while the missing prefix is on its way; gives the request to the engine if little is missing."""
@@ -194,7 +212,7 @@ class _Coordination:
             return None  # without a lookup of the whole prefix
         request = self._parts[0]
         uncached = engine.uncached_tokens(request)
-        if uncached > self._long_prefill_tokens:
+        if uncached > self._long_prefill_tokens and engine.starts_new:
             # With these blocks at most `_long_prefill_tokens` stay uncached: it need not wait for later ones.
             blocks = blocks_for(len(request.token_ids) - self._long_prefill_tokens)
             self._awaited = engine.block_to_wait_for(request, blocks)
@@ -203,7 +221,7 @@ class _Coordination:
             cached_tokens = len(request.token_ids) - uncached
             first = cached_tokens // BLOCK_SIZE
             return _CacheReport(_Verdict.TOO_LONG, b"".join(request.block_hashes[first : first + 1]), cached_tokens)
-        _add_all(engine, self._parts, self._request.closed)
+        _add_all(engine, self._parts, self._request.closed, resumed=self._resumed)
         return _CacheReport(_Verdict.TAKEN)
 
     # ---- remote ----
@@ -245,6 +263,8 @@ class _Coordination:
     ) -> Outcome:
         """Runs a remote prefill, and cancels it when the request ends, or after `timeout_s`."""
         coordinator = self._coordinator
+        if not coordinator._context.model.state.has_memory:
+            return Outcome(Status.INTERRUPTED)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if report.missing:
             coordinator._arriving[report.missing] = ended
@@ -281,12 +301,16 @@ _OUTCOMES = {
     Status.COMPLETE: "completed",
     Status.FINISHED: "completed",
     Status.FAILED: "failed",
+    Status.INTERRUPTED: "cancelled",
     Status.CANCELLED: "cancelled",
 }
 
 
-def _add_all(engine: Engine, requests: Sequence[Request], closed: Collection[int]) -> None:
+def _add_all(engine: Engine, requests: Sequence[Request], closed: Collection[int], *, resumed: bool) -> None:
     """Adds all of `requests` to the engine, or none; then ends the choices that were aborted before.
+
+    Args:
+        resumed: See `Engine.add`.
 
     Raises:
         QueueFullError: The engine's queue has no room.
@@ -294,7 +318,7 @@ def _add_all(engine: Engine, requests: Sequence[Request], closed: Collection[int
     """
     try:
         for request in requests:
-            engine.add(request)
+            engine.add(request, resumed=resumed)
     except (QueueFullError, ValueError):
         for request in requests:
             engine.abort(request.id)

@@ -13,6 +13,7 @@ class Status(Enum):
     COMPLETE = auto()
     FINISHED = auto()
     FAILED = auto()
+    INTERRUPTED = auto()
     CANCELLED = auto()
 
 

@@ -15,6 +15,7 @@ First tokens come in RESERVING or LANDED and go to the router at once. The outco
     COMPLETE     all pages are here and verified                            goes to the engine
     FINISHED     the first tokens were the last ones                        cancelled
     FAILED       refused, broken or silent for too long                     cancelled
+    INTERRUPTED  this worker's model goes to sleep                          cancelled
     CANCELLED    the result is no longer wanted                             cancelled
 
 A cancelled reservation's pages are free at once if the landing could be revoked, which proves that nothing writes into
@@ -74,6 +75,7 @@ class _PagesArrived:
 
 class _Signal(Enum):
     CANCEL = auto()
+    INTERRUPT = auto()
     SILENCE = auto()
     STALL = auto()
     PEER_GONE = auto()
@@ -135,6 +137,10 @@ class RemotePrefill:
             self._cancelled = True
             self._inbox.put_nowait(_Signal.CANCEL)
 
+    def interrupt(self) -> None:
+        """Ends it, because the pool loses its memory. Pages that have all arrived may still be used."""
+        self._inbox.put_nowait(_Signal.INTERRUPT)
+
     async def run(self) -> None:
         """Runs to the outcome, and on until nothing can write into the pages."""
         name = f"prefill of {self._request.id} by {self._candidate.worker_id}"
@@ -193,6 +199,8 @@ class RemotePrefill:
                     await self._fail(Failure.STALLED, f"no progress for {self._stall_s:g} s ({self.state.name})")
                 case _Signal.CANCEL:
                     await self._give_up(Status.CANCELLED, "cancelled")
+                case _Signal.INTERRUPT:
+                    await self._give_up(Status.INTERRUPTED, "this worker's model goes to sleep")
             if self._answered and self._arrived and not self.outcome.done():
                 await self._use()
 

@@ -11,6 +11,8 @@ closed choice, so each (request, attempt, choice) gets exactly one last message.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Collection, Sequence
 
 from cpd.common.errors import QueueFullError
@@ -52,6 +54,8 @@ class RouterRequest:
         self.pinned: list[int] = []
         self._open = set(range(request.first_choice, request.first_choice + request.n))
         self._prefilled_sent: set[int] = set()
+        self._first_sent = math.inf  # time of the first token, of `time.monotonic`
+        self._num_tokens = 0
 
     @property
     def open(self) -> Collection[int]:
@@ -63,6 +67,17 @@ class RouterRequest:
         """True if the router has got a token."""
         return bool(self._prefilled_sent)
 
+    @property
+    def mean_output(self) -> float:
+        """Number of tokens of each choice that were sent, on average."""
+        return self._num_tokens / self.request.n
+
+    def deadline(self, slo_itl_s: float) -> float:
+        """Returns when the next token is due, for its target to be met; infinite without a target."""
+        if not self.started:
+            return self.request.deadline
+        return self._first_sent + slo_itl_s * self.mean_output if slo_itl_s else math.inf
+
     def send(self, outputs: Sequence[Output], prefilled: pb.Prefilled | None = None) -> None:
         """Sends new tokens, or the end, of open choices.
 
@@ -73,10 +88,12 @@ class RouterRequest:
         for output in outputs:
             if output.choice not in self._open:
                 continue
+            self._num_tokens += len(output.token_ids)
             if output.choice in self._prefilled_sent:
                 self.session.send_output(request, attempt, output)
             else:
                 self._prefilled_sent.add(output.choice)
+                self._first_sent = min(self._first_sent, time.monotonic())
                 here = pb.Prefilled(
                     cached_tokens=output.cached_tokens or 0,
                     queue_ms=output.queued_s * 1000,
@@ -112,9 +129,8 @@ class RouterRequest:
         )
         self.close(self._open)
 
-    def parked(self, pinned: list[int]) -> None:
+    def parked(self) -> None:
         """Tells the router that the request is parked."""
-        self.pinned = pinned
         _, request, attempt = self.key
         kind = pb.Refusal.KIND_PARKED
         message = "its router moves it"

@@ -16,6 +16,7 @@ from worker.async_engine import Update
 from worker.context import EXIT_RESTART, WorkerContext
 from worker.page_sender import SourcePool
 from worker.router_session import RouterSession
+from worker.service import Outlook
 from worker.wire_format import InvalidRequestError, request_from_wire
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,10 @@ MAX_QUARANTINED = 0.2
 
 Short times are normal: each cancelled remote prefill may leave some pages quarantined for a moment.
 """
+
+
+LENGTH_WEIGHT = 0.05
+"""Weight of an answer in the mean of their lengths."""
 
 
 class DecodeService:
@@ -39,6 +44,7 @@ class DecodeService:
         self._restart: asyncio.TimerHandle | None = None
         self._pages = pages
         self._constraining: set[asyncio.Task[None]] = set()
+        self._mean_output = 0.0  # tokens of recent answers
 
     @property
     def busy(self) -> bool:
@@ -49,6 +55,20 @@ class DecodeService:
     def waits_for_pages(self) -> bool:
         """True while a request may wait for pages that another worker computes."""
         return self._coordinator.waits_for_pages
+
+    def outlook(self) -> Outlook:
+        """Returns what is known of the requests."""
+        requests, slo_itl_s = self._requests.values(), self._context.settings.slo_itl / 1e3
+        expected = max(1.0, self._mean_output)
+        return Outlook(
+            requests=len(requests),
+            under_way=self._coordinator.waiting,
+            deadlines=[request.deadline(slo_itl_s) for request in requests],
+            tokens_left=max(
+                (max(expected - request.mean_output, expected / 4) for request in requests if request.started),
+                default=0.0,
+            ),
+        )
 
     # ---- from the engine ----
 
@@ -147,6 +167,12 @@ class DecodeService:
         parked = self._context.engine.call(lambda engine: _park_all(engine, engine_ids))
         parked.add_done_callback(partial(self._parked, request))
 
+    def pause(self) -> None:
+        """Ends what needs pages of the pool, because the model goes to sleep. Requests go to the engine's queue."""
+        self._coordinator.interrupt()
+        for request in self._requests.values():
+            self._unpin(request)
+
     def session_ended(self, session: RouterSession) -> None:
         """Aborts all requests of `session`."""
         for request in [request for request in self._requests.values() if request.session is session]:
@@ -201,17 +227,24 @@ class DecodeService:
         pages = parked.result()
         if pages is None:  # it has ended, or is not in the engine yet: its pages are still on their way
             request.parking = False
-        elif request.ended.done():
-            self._pages.unpin(pages)
-        else:
-            request.parked(pages)
+            return
+        request.pinned = pages
+        if request.ended.done() or not self._context.model.state.has_memory:
+            self._unpin(request)
+        if not request.ended.done():
+            request.parked()
 
     def _forget(self, request: RouterRequest) -> None:
         del self._requests[request.key]
-        if request.pinned:
-            self._pages.unpin(request.pinned)
+        self._unpin(request)
+        if request.started:
+            self._mean_output += LENGTH_WEIGHT * (request.mean_output - self._mean_output)
         for engine_id in request.engine_ids:
             self._by_engine_id.pop(engine_id, None)
+
+    def _unpin(self, request: RouterRequest) -> None:
+        pages, request.pinned = request.pinned, []
+        self._pages.unpin(pages)
 
 
 def _park_all(engine: Engine, engine_ids: Collection[str]) -> list[int] | None:

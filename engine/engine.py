@@ -8,6 +8,15 @@ on the decode lane while the prefill lane computes a prompt. `cpd/performance/co
 
 The engine runs on one thread and never reads a clock. Between two steps its state is consistent: pages are released and
 blocks published only when the step that touches them has been collected.
+
+It may have to give the device's memory away for a while:
+
+    serving ──hold_new──▶ draining ──pause──▶ paused ──park_all──▶ paused, and all pages are free
+       ▲──────────────go_on──┴───────────go_on──┴──────────go_on──────┘
+
+Draining, it starts no new sequences; paused, it launches no steps. Then `park_all` preempts the sequences and evicts
+the cached blocks, so that the content of the pages does not matter any more. Requests can be added and aborted in all
+of these states.
 """
 
 from collections import Counter
@@ -33,6 +42,7 @@ from engine.scheduling.plan import BuildBatch, Plan, build_batch
 from engine.scheduling.queue_limit import QueueLimit
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
+from engine.scheduling.waiting_queue import MayStart
 from engine.trace import StepTimes, StepTrace
 from engine.types import CacheEvent, EngineStats, HostStats, Request, StepOutput
 
@@ -106,7 +116,7 @@ class Engine:
         """Puts a request in the waiting queue.
 
         Args:
-            resumed: The request goes on after `park`: before all that were never scheduled, and without a queue limit.
+            resumed: The request goes on after a pause: before all that were never scheduled, and without a queue limit.
 
         Raises:
             QueueFullError: The waiting queue is full (see `engine/scheduling/queue_limit.py`).
@@ -151,9 +161,58 @@ class Engine:
             pages += self.pin_cached(chain)
         return pages
 
+    # ---- without the device's memory ----
+
+    @property
+    def starts_new(self) -> bool:
+        """False while the engine drains or is paused."""
+        return self.scheduler.waiting.may_start is MayStart.ALL
+
+    @property
+    def paused(self) -> bool:
+        """True while no steps are launched."""
+        return self.scheduler.waiting.may_start is MayStart.NONE
+
+    def hold_new(self) -> None:
+        """Starts no new sequences until `go_on`. Those that were scheduled before go on."""
+        self.scheduler.hold(MayStart.SCHEDULED_BEFORE)
+
+    def pause(self) -> None:
+        """Launches no steps, loads no blocks and reserves no landings until `go_on`. Steps in flight are collected."""
+        self.scheduler.hold(MayStart.NONE)
+
+    def go_on(self, now: float) -> None:
+        """Schedules all sequences again; those that ran before come first.
+
+        Args:
+            now: The current time, as in `step`.
+        """
+        self.scheduler.go_on(now)
+
+    def park_all(self) -> bool:
+        """Frees every page of a paused engine.
+
+        Running sequences are preempted and keep their tokens. Their blocks go to host memory, if there is any; of the
+        other cached blocks, as many as one eviction offloads. The rest is lost.
+
+        Returns:
+            False if steps in flight, loads, pins or landings hold pages: try again after a step, or when `version` has
+            changed.
+        """
+        assert self.paused
+        if self.in_flight.main:
+            return False
+        valuable = self.scheduler.park()
+        loading = self._host is not None and self._host.is_loading
+        if self.in_flight.prefill or loading or self._pins or self.landings or self.outputs.pages_to_release:
+            return False
+        self._cache.evict_all(valuable)
+        return True
+
     @property
     def version(self) -> int:
-        """Changes when `landings.reserve`, `block_to_wait_for`, `loading` or `uncached_tokens` may change."""
+        """Changes when results may change: of `landings.reserve`, `block_to_wait_for`, `loading`, `uncached_tokens` and
+        `park_all`."""
         return self.scheduler.version + self._pool.publications
 
     @property
@@ -255,6 +314,8 @@ class Engine:
 
     def load(self, hashes: Sequence[bytes]) -> None:
         """Loads the blocks after the cached prefix that are only in host memory, if that is faster than computing."""
+        if self.paused:
+            return
         found = self._pool.find(hashes)
         self._cache.load(hashes, found, len(hashes) * BLOCK_SIZE, self.scheduler.headroom)
 
@@ -291,6 +352,8 @@ class Engine:
             slowdown=self.times.slowdown,
             host=self._host.stats() if self._host is not None else HostStats(),
             awaiting_first_token=self.outputs.awaiting_first_token(),
+            started=scheduler.num_started,
+            resumed=sum(seq.parked for seq in scheduler.running),
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -330,6 +393,8 @@ class Engine:
 
     def _schedule(self, now: float) -> tuple[Plan, Plan | None, Split | None]:
         """Decides what is computed next: the main lane's plan, and the prefill lane's plan and split, if any."""
+        if self.paused:
+            return Plan(), None, None
         plan = self.scheduler.schedule_decodes()
         if self.scheduler.wants_prefill(now):
             in_use = self.in_flight.split
@@ -355,13 +420,15 @@ class Engine:
     def _launch_ahead(self, now: float) -> None:
         """Launches the step after the one in flight, if it can be planned before that one's tokens are known."""
         (step,) = self.in_flight.main  # one: the step before it has been collected, and none is launched ahead yet
+        if self.paused:
+            return
         if step.lane.overlaps and step.lane is self.in_flight.main_lane and not self.in_flight.prefill_done:
             self._launch(lookahead.overlapped_decodes(self.scheduler, step.plan, now))
 
     def _launch_next_chunk(self) -> None:
         """Queues the prompt's next chunk on the prefill lane, unless another split suits the decodes better."""
         split = self.in_flight.split
-        if split is None:
+        if split is None or self.paused:
             return
         decodes, _ = self.scheduler.running_work()
         budget, chosen = self.colocation.prefill_budget(
@@ -388,6 +455,8 @@ class Engine:
     def _idle(self, output: StepOutput, now: float) -> None:
         """Notes that nothing can be computed. Fails the request that is stuck, unless pages may become available."""
         self._idle_at = self.scheduler.version
+        if self.paused:
+            return
         seq = self.scheduler.stuck(now)
         loading = self._host is not None and self._host.is_loading
         if seq is None or self.in_flight.prefill or self.landings.num_live or self._pins or loading:

@@ -43,6 +43,9 @@ class Landings:
         self._landings: dict[int, _Landing] = {}
         self._generations = count(1)
 
+    def __bool__(self) -> bool:
+        return bool(self._landings)
+
     @property
     def num_live(self) -> int:
         """Number of landings whose pages may still arrive."""

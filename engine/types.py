@@ -219,6 +219,8 @@ class EngineStats(NamedTuple):
         step_ms: Mean duration of the recent steps that had decodes; 0 if there were none.
         slowdown: Median ratio of the recent steps' measured to predicted durations; 0 if there were too few.
         awaiting_first_token: Numbers of the newest requests that have no token yet.
+        started: Number of sequences that have run and have not ended.
+        resumed: Number of running sequences that were parked (`Engine.park_all`).
     """
 
     running: int
@@ -238,6 +240,8 @@ class EngineStats(NamedTuple):
     slowdown: float = 0.0
     host: HostStats = HostStats()
     awaiting_first_token: Sequence[int] = ()
+    started: int = 0
+    resumed: int = 0
 
     @classmethod
     def empty(cls) -> Self:

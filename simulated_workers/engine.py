@@ -63,6 +63,8 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
     fingerprint = blake2b(f"{SIMULATED} {config.vocab_size} {page_bytes}".encode(), digest_size=16).digest()
 
     def load(settings: WorkerSettings, clock: VirtualTime) -> LoadedEngine:
+        if settings.device_memory is not None:
+            raise ConfigError("--device-memory: simulated workers have no memory to share; leave it out")
         num_pages = count_pages(settings, profile, config)
         runner = SimulatedRunner(num_pages, PerfModel(profile), clock, config.vocab_size)
         known = Profile.load(settings.profile) if settings.profile else profile

@@ -1,4 +1,4 @@
-"""The administration service of a worker: drain it, change its role, or read its step trace."""
+"""The administration service of a worker: drain it, change its role, put its model to sleep, or read its step trace."""
 
 import asyncio
 import time
@@ -14,6 +14,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.inflight import LaneKind
 from worker.async_engine import AsyncEngine
+from worker.resident import Residency
 
 _LANES: Mapping[LaneKind, pb.Lane.ValueType] = {
     "full": pb.LANE_FULL,
@@ -28,10 +29,17 @@ _STEPS_AT_ONCE = 200
 class AdminServicer(rpc.AdminServicer):
     """Serves `Admin` of proto/cpd.proto."""
 
-    def __init__(self, lifecycle: Lifecycle, engine: AsyncEngine, set_role: Callable[[Role], None]) -> None:
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        engine: AsyncEngine,
+        set_role: Callable[[Role], None],
+        residency: Residency | None = None,
+    ) -> None:
         self._lifecycle = lifecycle
         self._engine = engine
         self._set_role = set_role
+        self._residency = residency
 
     async def Drain(  # noqa: N802
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -50,6 +58,36 @@ class AdminServicer(rpc.AdminServicer):
         else:
             self._set_role(role)
         return pb.SetRoleReply()
+
+    async def Sleep(  # noqa: N802
+        self, request: pb.SleepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.SleepReply:
+        """Begins to put the model to sleep."""
+        (await self._shared(context)).sleep()
+        return pb.SleepReply()
+
+    async def Wake(  # noqa: N802
+        self, request: pb.WakeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.WakeReply:
+        """Begins to wake the model."""
+        (await self._shared(context)).wake()
+        return pb.WakeReply()
+
+    async def Pin(  # noqa: N802
+        self, request: pb.PinRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.PinReply:
+        """Says whether other models may displace this one."""
+        (await self._shared(context)).pin(request.pinned)
+        return pb.PinReply()
+
+    async def _shared(self, context: grpc.aio.ServicerContext[Any, Any]) -> Residency:
+        """Returns what decides whether the model sleeps; ends the call if nothing does."""
+        if self._residency is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "models do not share this worker's device (--device-memory)"
+            )
+            raise AssertionError("unreachable: abort raises")
+        return self._residency
 
     async def Trace(  # noqa: N802
         self, request: pb.TraceRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import WorkerSettings
@@ -13,10 +14,30 @@ from kvtransfer.base import PoolMemory, Transport
 from worker.async_engine import AsyncEngine
 from worker.grammars import Grammars
 from worker.prefill_client import PrefillClient
+from worker.resident import ModelUse
 from worker.wire_format import Limits
 
 EXIT_RESTART = 75
 """Exit code of a worker that must be restarted."""
+
+
+class ModelMemory(Protocol):
+    """The memory of weights and pool; see `engine/execution/cpu/model_memory.py`."""
+
+    @property
+    def staged_bytes(self) -> int: ...
+
+    def resident_bytes(self) -> int: ...
+
+    def release(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    def populate_pool(self) -> None: ...
+
+    def stage(self) -> None: ...
+
+    def unstage(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +54,7 @@ class LoadedEngine:
         token_budget: Most tokens of a batch on the whole device; 0: derived from the profile.
         progress: Returns a value that changes while a step is computed. Any thread may call it.
         grammars_of: The checkpoint for whose tokenizer grammars are compiled; None: outputs can't be constrained.
+        model_memory: The memory that the model shares with others; None: it keeps its memory.
     """
 
     engine: Engine
@@ -46,6 +68,7 @@ class LoadedEngine:
     token_budget: int
     progress: Callable[[], float]
     grammars_of: Path | None = None
+    model_memory: ModelMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +76,14 @@ class WorkerContext:
     """What a role's service (`worker/service.py`) works with.
 
     Attributes:
+        transport: Of the pool; open while the model has memory.
         prefill_client: Sends prefill requests to other workers.
         fingerprint: Equal on workers that can exchange pages.
         memory: The KV pool as transports see it.
         colocation: The engine's; it predicts prefill times.
         progress: See `LoadedEngine`.
         grammars: Compiles the grammars of requests.
+        model: Whether the model sleeps.
         load_changed: Call it when a value in the load report may have changed.
     """
 
@@ -73,5 +98,6 @@ class WorkerContext:
     colocation: Colocation
     progress: Callable[[], float]
     grammars: Grammars
+    model: ModelUse
     lifecycle: Lifecycle
     load_changed: Callable[[], None]

@@ -88,6 +88,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
         token_budget=settings.token_budget,
         progress=runner.progress,
         grammars_of=directory if (directory / "tokenizer.json").exists() else None,
+        model_memory=runner.model_memory() if settings.device_memory is not None else None,
     )
 
 

@@ -11,7 +11,7 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import EngineStats
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports, unless the worker becomes busy or idle, or its role changes."""
+"""Shortest time between two reports, unless the worker becomes busy or idle, or its role or model's state changes."""
 
 HEARTBEAT_S = 1.0
 """Longest time between two reports. An unchanged report shows that this process runs."""
@@ -68,7 +68,7 @@ class LoadReporter:
         load = self._current()
         if load == self._last:
             return
-        if self._due is None or load.role != self._last.role or _idle(load) != _idle(self._last):
+        if self._due is None or _urgent(load) != _urgent(self._last):
             self._send(load)
 
     def close(self) -> None:
@@ -94,5 +94,6 @@ class LoadReporter:
             self._send(self._current())
 
 
-def _idle(load: pb.Load) -> bool:
-    return load.running == 0 and load.waiting == 0
+def _urgent(load: pb.Load) -> tuple[int, int, bool]:
+    """What routers should know at once."""
+    return load.role, load.residency.state, load.running == 0 and load.waiting == 0

@@ -20,6 +20,7 @@ from kvtransfer.base import Peer
 from worker.async_engine import EngineDiedError
 from worker.context import WorkerContext
 from worker.page_sender import PageSender, SourcePool
+from worker.resident import ModelState
 from worker.wire_format import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -223,12 +224,16 @@ class PrefillServer:
             if prefill is not None:
                 prefill.stop("the decode worker is gone", cancelled=True)
 
-    async def stop(self) -> None:
+    async def end_all(self, reason: str) -> None:
         """Ends every request and waits until nothing is in flight."""
-        self._heartbeats.cancel()
         for prefill in self._running:
-            prefill.stop("the worker stops")
+            prefill.stop(reason)
         await asyncio.gather(*self._running.values())
+
+    async def stop(self) -> None:
+        """Ends every request and stream, and waits until nothing is in flight."""
+        self._heartbeats.cancel()
+        await self.end_all("the worker stops")
         for stream in self._streams:
             stream.finish()
 
@@ -254,6 +259,7 @@ class PrefillServer:
         # requests that move away from this worker fetch their blocks from it
         if context.lifecycle.draining.is_set() and not start.cache_only:
             raise InvalidRequestError("this worker drains")
+        self._check_model(start)
         if start.fingerprint != context.fingerprint:
             raise InvalidRequestError(
                 f"workers {start.decode_worker_id} and {context.worker_id} differ in weights, dtype or block size: "
@@ -267,6 +273,18 @@ class PrefillServer:
                 f"{context.transport.name}, and they have no way in common"
             )
         return self._make(start, send)
+
+    def _check_model(self, start: pb.PrefillStart) -> None:
+        """Raises InvalidRequestError if the model does not serve this request. Draining, it still sends what it has."""
+        model = self._context.model
+        if start.cache_only:
+            if not model.state.has_memory:
+                raise InvalidRequestError("this worker's model sleeps")
+            return
+        model.request_arrived()
+        if model.state is not ModelState.SERVING:
+            model.prefill_refused()
+            raise InvalidRequestError("this worker's model sleeps, or is about to")
 
     def _ended(self, prefill: ServedPrefill, stream: IncomingStream, task: asyncio.Task[bool]) -> None:
         if not task.result():

@@ -8,11 +8,15 @@
 A worker never waits for pages that another worker computes while it computes prompts for others. Otherwise two workers
 whose pools are full of reserved pages could wait for each other. So it computes requests itself while it has prefill
 jobs, and refuses prefill jobs while it waits for remote prefills.
+
+While the worker's model sleeps (`sleeper.py`), requests of routers wait in the engine's queue, and other workers are
+refused.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from cpd.rpc import cpd_pb2 as pb
@@ -42,6 +46,23 @@ class Part(Protocol):
         """Gives what still runs to other workers, because the time of a drain is over. Called again and again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The requests of routers that have not ended.
+
+    Attributes:
+        requests: Their number.
+        under_way: Those that the engine does not have yet.
+        deadlines: When each misses its target if it gets no more tokens, on the clock of `time.monotonic`.
+        tokens_left: Predicted number of output tokens of the longest one that has a token.
+    """
+
+    requests: int
+    under_way: int
+    deadlines: list[float]
+    tokens_left: float
+
+
 class DecodePart(Part, RequestHandler, Protocol):
     """Answers the requests of routers."""
 
@@ -52,6 +73,12 @@ class DecodePart(Part, RequestHandler, Protocol):
     @property
     def waits_for_pages(self) -> bool:
         """True while a request may wait for pages that another worker computes."""
+
+    def outlook(self) -> Outlook:
+        """Returns what is known of the requests."""
+
+    def pause(self) -> None:
+        """Ends what needs pages of the pool, because the model goes to sleep. Requests go to the engine's queue."""
 
     async def stop(self) -> None:
         """Ends every request in order; returns when nothing more will be sent. It has about a second."""
@@ -94,6 +121,7 @@ class WorkerService:
     def __init__(self, context: WorkerContext, make_decode: MakeDecodePart, make_prefill: MakePrefillPart) -> None:
         self._pools = PoolConnections(context.transport)
         self._pages = SourcePool(context.engine, context.memory)
+        self._model = context.model
         self._server = PrefillServer(context, self._make, self._ended)
         self._numbers = itertools.count(1)
         self._fetches: Counter[str] = Counter()
@@ -104,6 +132,15 @@ class WorkerService:
     def busy(self) -> bool:
         """True while a request or prefill request has not ended. Quarantined pages don't count."""
         return bool(self.decode.busy or self._server.running)
+
+    @property
+    def served(self) -> int:
+        """Number of requests of other workers that have not ended."""
+        return len(self._server.running)
+
+    def outlook(self) -> Outlook:
+        """Returns what is known of the requests of routers."""
+        return self.decode.outlook()
 
     # ---- from the engine ----
 
@@ -128,6 +165,7 @@ class WorkerService:
     def submit(self, session: RouterSession, message: pb.Submit) -> None:
         """Starts to answer a request."""
         self.decode.submit(session, message)
+        self._model.request_arrived()
 
     def abort(self, session: RouterSession, message: pb.Abort) -> None:
         """Ends a request or some of its choices."""
@@ -161,6 +199,15 @@ class WorkerService:
             self.prefill.ended(served)
 
     # ---- the end ----
+
+    async def pause(self) -> None:
+        """Ends what needs pages of the pool, because the model goes to sleep; returns when no other worker sends any.
+
+        Requests of routers go to the engine's queue.
+        """
+        self.decode.pause()
+        await self._server.end_all("the model of this worker goes to sleep")
+        await self._pools.close()
 
     def hand_over(self) -> None:
         """Gives what still runs to other workers, because the time of a drain is over. Called again and again."""

@@ -4,8 +4,10 @@ Parts in the order of their start; each is closed before the one above it:
 
     part         runs on         what it does
     engine       engine thread   computes (`AsyncEngine`); its runner owns the pool memory, as long as the process lives
+    sleeper      event loop      if models share the device: gives the memory away and gets it back (`sleeper.py`)
     transport    event loop      reads and writes pool memory
     service      event loop      answers requests and prefill requests, with engine and transport
+    residency    event loop      if models share the device: decides when the model sleeps
     servers      event loop      take sessions and prefill requests (cpd/common/stream.py) and administration (gRPC)
     lease        event loop      lists the worker for as long as its servers listen
 """
@@ -16,7 +18,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,16 +44,19 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
 from engine.types import EngineStats
-from kvtransfer.base import PoolMemory, Transport
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
 from worker.context import EXIT_RESTART, LoadedEngine, WorkerContext
 from worker.grammars import load_grammars
 from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
+from worker.hand_control import HandControl
 from worker.load_report import LoadReporter, load_from_stats
+from worker.pool_transport import OpenTransport, PoolTransport
 from worker.prefill_client import PrefillClient
+from worker.resident import AlwaysServing, MakeResidency, Residency
 from worker.service import MakeDecodePart, MakePrefillPart, WorkerService
 from worker.session_server import HELLO_BYTES, SessionServer
+from worker.sleeper import Sleeper
 from worker.watchdog import HANG_S, hang
 
 log = logging.getLogger(__name__)
@@ -70,14 +75,6 @@ class MakeEngine(Protocol):
     def __call__(self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None]) -> AsyncEngine: ...
 
 
-class OpenTransport(Protocol):
-    """The signature of `kvtransfer.create`."""
-
-    def __call__(
-        self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
-    ) -> Awaitable[Transport]: ...
-
-
 class Worker:
     """A running worker.
 
@@ -88,7 +85,8 @@ class Worker:
         make_prefill: Makes the part that computes prompts for other workers.
         build_engine: Builds the engine; runs on the engine's thread.
         make_engine: Makes the AsyncEngine.
-        open_transport: Opens the transport over the engine's pool.
+        open_transport: Opens a transport over the engine's pool.
+        make_residency: Makes what decides when the model sleeps, if it shares its device's memory.
     """
 
     def __init__(
@@ -101,6 +99,7 @@ class Worker:
         build_engine: Callable[[WorkerSettings], LoadedEngine],
         make_engine: MakeEngine = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
+        make_residency: MakeResidency = HandControl,
     ) -> None:
         self._settings = settings
         self._started_as = self._role = role
@@ -108,6 +107,9 @@ class Worker:
         self._build_engine = build_engine
         self._make_engine = make_engine
         self._open_transport = open_transport
+        self._make_residency = make_residency
+        self._sleeper: Sleeper | None = None
+        self._residency: Residency | None = None
         self._model_digest = b""
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = self.session_address = ""
@@ -157,14 +159,18 @@ class Worker:
         loaded = self._loaded
         self._model_digest = await asyncio.to_thread(model_digest, Path(settings.model)) if settings.model else b""
         self._grammars = await load_grammars(loaded.grammars_of, loaded.limits.vocab_size)
-        self._transport = await self._open_transport(
-            settings.transport,
-            loaded.memory,
-            epoch=secrets.randbits(63),
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-        )
+        self._transport = PoolTransport(self._open_transport, loaded.memory, settings)
+        await self._transport.open()
         self._down.push_async_callback(_bounded, self._transport.close, "the transport")
+        if loaded.model_memory is not None:
+            self._sleeper = Sleeper(
+                self._engine,
+                loaded.model_memory,
+                self._transport,
+                self.lifecycle,
+                release_s=settings.prefill_progress_s,
+                changed=self._load_changed,
+            )
         prefill_client = PrefillClient(self.id, self._secret)
         self._down.push_async_callback(_bounded, prefill_client.close, "streams to other workers")
         self._service = WorkerService(
@@ -180,6 +186,7 @@ class Worker:
                 colocation=loaded.engine.colocation,
                 progress=loaded.progress,
                 grammars=self._grammars,
+                model=self._sleeper or AlwaysServing(),
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
             ),
@@ -195,12 +202,17 @@ class Worker:
             serve_worker=self._service.serve_worker,
             secret=self._secret,
         )
+        if self._sleeper is not None:
+            self._residency = self._make_residency(self._sleeper, self._load_changed)
+            self._sleeper.attach(self._service, lambda: self._stats, self._residency.request_arrived)
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.after_pass, self._service.update, self._sessions.publish, self._take_stats)
         self._watch("a step", lambda: self._engine.pass_number, loaded.progress)
         self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk_number, lambda: 0)
         await self._listen(host)
+        if self._residency is not None:
+            self._down.push_async_callback(_bounded, self._residency.close, "residency")
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, without_fingerprint(self.address))
 
@@ -212,7 +224,8 @@ class Worker:
         self._server = grpc.aio.server(
             interceptors=[AdminKeyInterceptor(self._secret.admin_key)], options=SERVER_OPTIONS
         )
-        rpc.add_AdminServicer_to_server(AdminServicer(self.lifecycle, self._engine, self.set_role), self._server)
+        admin = AdminServicer(self.lifecycle, self._engine, self.set_role, self._residency)
+        rpc.add_AdminServicer_to_server(admin, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         endpoint = join_address(self._settings.host, self._settings.port)
@@ -259,7 +272,8 @@ class Worker:
     async def _serve(self) -> None:
         await self.lifecycle.draining.wait()
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        while not self.lifecycle.stopping.is_set() and self._service.busy:
+        # Without its memory nothing would end: then the requests go back to their routers at once.
+        while not self.lifecycle.stopping.is_set() and self._service.busy and self._has_memory:
             if self.lifecycle.time_is_over:
                 self._service.hand_over()
             with contextlib.suppress(TimeoutError):
@@ -269,6 +283,10 @@ class Worker:
     @property
     def _state(self) -> pb.State.ValueType:
         return pb.STATE_DRAINING if self.lifecycle.draining.is_set() else pb.STATE_READY
+
+    @property
+    def _has_memory(self) -> bool:
+        return self._sleeper is None or self._sleeper.state.has_memory
 
     def _take_stats(self, update: Update) -> None:
         if update.stats is not None:
@@ -283,6 +301,8 @@ class Worker:
         load = load_from_stats(self._stats, self._state)
         load.role = _ROLES[self._role]
         self._service.add_load(load)
+        if self._residency is not None:
+            load.residency.CopyFrom(self._residency.report())
         return load
 
     def _hello(self) -> pb.Hello:

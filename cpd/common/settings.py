@@ -212,6 +212,11 @@ class AllWorkersSettings(MemberSettings, EngineSettings):
         False,
         description="Check the checksum of every page that arrives from another worker or from host memory.",
     )
+    device_memory: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        None,
+        description="Memory of each machine for models that share it, such as 64GiB: while one sleeps, others have its "
+        "memory. Default: no model sleeps. On CPUs only.",
+    )
     prefill_progress_s: float = Field(
         10.0,
         gt=0,

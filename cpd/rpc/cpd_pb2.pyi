@@ -1053,6 +1053,7 @@ class Load(_message.Message):
     OVERDUE_MS_FIELD_NUMBER: _builtins.int
     MOVING_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """running sequences"""
@@ -1116,6 +1117,10 @@ class Load(_message.Message):
     def awaiting_first_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Submit.request of the newest requests in prefill_ms"""
 
+    @_builtins.property
+    def residency(self) -> Global___Residency:
+        """unset: the worker's device is not shared"""
+
     def __init__(
         self,
         *,
@@ -1148,14 +1153,67 @@ class Load(_message.Message):
         overdue_ms: _builtins.float = ...,
         moving: _builtins.bool = ...,
         role: Global___Role.ValueType = ...,
+        residency: Global___Residency | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["residency", b"residency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "role", b"role", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "residency", b"residency", "role", b"role", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Residency(_message.Message):
+    """Whether a worker's model is on its device (cpd/residency/). A worker that is not serving takes requests, too: they
+    wait for the next wake.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Residency._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Residency._State.ValueType  # 0
+        STATE_SERVING: Residency._State.ValueType  # 1
+        STATE_ASLEEP: Residency._State.ValueType  # 2
+        STATE_WAKING: Residency._State.ValueType  # 3
+        STATE_DRAINING: Residency._State.ValueType  # 4
+        """another model needs the memory"""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    STATE_UNSPECIFIED: Residency.State.ValueType  # 0
+    STATE_SERVING: Residency.State.ValueType  # 1
+    STATE_ASLEEP: Residency.State.ValueType  # 2
+    STATE_WAKING: Residency.State.ValueType  # 3
+    STATE_DRAINING: Residency.State.ValueType  # 4
+    """another model needs the memory"""
+
+    STATE_FIELD_NUMBER: _builtins.int
+    SERVES_IN_S_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    state: Global___Residency.State.ValueType
+    serves_in_s: _builtins.float
+    """it serves in this time at the latest, as promised; 0: it serves, or is not asked to"""
+    pinned: _builtins.bool
+    """no other model may displace it"""
+    def __init__(
+        self,
+        *,
+        state: Global___Residency.State.ValueType = ...,
+        serves_in_s: _builtins.float = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "serves_in_s", b"serves_in_s", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
@@ -1819,6 +1877,100 @@ class SetRoleReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleReply: _TypeAlias = SetRoleReply  # noqa: Y015
+
+@_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepReply: _TypeAlias = SleepReply  # noqa: Y015
+
+@_typing.final
+class WakeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRequest: _TypeAlias = WakeRequest  # noqa: Y015
+
+@_typing.final
+class WakeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeReply: _TypeAlias = WakeReply  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.bool
+    def __init__(
+        self,
+        *,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
 
 @_typing.final
 class TraceRequest(_message.Message):

@@ -44,6 +44,21 @@ class AdminStub:
                 request_serializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleReply.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/cpd.v1.Admin/Sleep',
+                request_serializer=cpd_dot_rpc_dot_cpd__pb2.SleepRequest.SerializeToString,
+                response_deserializer=cpd_dot_rpc_dot_cpd__pb2.SleepReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/cpd.v1.Admin/Wake',
+                request_serializer=cpd_dot_rpc_dot_cpd__pb2.WakeRequest.SerializeToString,
+                response_deserializer=cpd_dot_rpc_dot_cpd__pb2.WakeReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/cpd.v1.Admin/Pin',
+                request_serializer=cpd_dot_rpc_dot_cpd__pb2.PinRequest.SerializeToString,
+                response_deserializer=cpd_dot_rpc_dot_cpd__pb2.PinReply.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_unary(
                 '/cpd.v1.Admin/Trace',
                 request_serializer=cpd_dot_rpc_dot_cpd__pb2.TraceRequest.SerializeToString,
@@ -68,6 +83,28 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Answer at once; the load report says when it is done. FAILED_PRECONDITION: the worker's device is not shared.
+        drains, parks what still runs, and frees the device's memory
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """as a request would
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """while pinned no other model may displace this one
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Trace(self, request, context):
         """Returns the most recent steps of the engine; about 16,000 are kept.
         """
@@ -87,6 +124,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleRequest.FromString,
                     response_serializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleReply.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=cpd_dot_rpc_dot_cpd__pb2.SleepRequest.FromString,
+                    response_serializer=cpd_dot_rpc_dot_cpd__pb2.SleepReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=cpd_dot_rpc_dot_cpd__pb2.WakeRequest.FromString,
+                    response_serializer=cpd_dot_rpc_dot_cpd__pb2.WakeReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=cpd_dot_rpc_dot_cpd__pb2.PinRequest.FromString,
+                    response_serializer=cpd_dot_rpc_dot_cpd__pb2.PinReply.SerializeToString,
             ),
             'Trace': grpc.unary_unary_rpc_method_handler(
                     servicer.Trace,
@@ -148,6 +200,87 @@ class Admin:
             '/cpd.v1.Admin/SetRole',
             cpd_dot_rpc_dot_cpd__pb2.SetRoleRequest.SerializeToString,
             cpd_dot_rpc_dot_cpd__pb2.SetRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cpd.v1.Admin/Sleep',
+            cpd_dot_rpc_dot_cpd__pb2.SleepRequest.SerializeToString,
+            cpd_dot_rpc_dot_cpd__pb2.SleepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cpd.v1.Admin/Wake',
+            cpd_dot_rpc_dot_cpd__pb2.WakeRequest.SerializeToString,
+            cpd_dot_rpc_dot_cpd__pb2.WakeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cpd.v1.Admin/Pin',
+            cpd_dot_rpc_dot_cpd__pb2.PinRequest.SerializeToString,
+            cpd_dot_rpc_dot_cpd__pb2.PinReply.FromString,
             options,
             channel_credentials,
             insecure,

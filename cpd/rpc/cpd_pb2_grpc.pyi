@@ -47,6 +47,14 @@ class AdminStub:
     """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.SetRoleRequest, _cpd_pb2.SetRoleReply]
     """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.SleepRequest, _cpd_pb2.SleepReply]
+    """Answer at once; the load report says when it is done. FAILED_PRECONDITION: the worker's device is not shared.
+    drains, parks what still runs, and frees the device's memory
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.WakeRequest, _cpd_pb2.WakeReply]
+    """as a request would"""
+    Pin: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.PinRequest, _cpd_pb2.PinReply]
+    """while pinned no other model may displace this one"""
     Trace: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]
     """Returns the most recent steps of the engine; about 16,000 are kept."""
 
@@ -57,6 +65,14 @@ class AdminAsyncStub(AdminStub):
     """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
     SetRole: _aio.UnaryUnaryMultiCallable[_cpd_pb2.SetRoleRequest, _cpd_pb2.SetRoleReply]  # type: ignore[assignment]
     """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_cpd_pb2.SleepRequest, _cpd_pb2.SleepReply]  # type: ignore[assignment]
+    """Answer at once; the load report says when it is done. FAILED_PRECONDITION: the worker's device is not shared.
+    drains, parks what still runs, and frees the device's memory
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_cpd_pb2.WakeRequest, _cpd_pb2.WakeReply]  # type: ignore[assignment]
+    """as a request would"""
+    Pin: _aio.UnaryUnaryMultiCallable[_cpd_pb2.PinRequest, _cpd_pb2.PinReply]  # type: ignore[assignment]
+    """while pinned no other model may displace this one"""
     Trace: _aio.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]  # type: ignore[assignment]
     """Returns the most recent steps of the engine; about 16,000 are kept."""
 
@@ -76,6 +92,32 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.SetRoleReply, _abc.Awaitable[_cpd_pb2.SetRoleReply]]:
         """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _cpd_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cpd_pb2.SleepReply, _abc.Awaitable[_cpd_pb2.SleepReply]]:
+        """Answer at once; the load report says when it is done. FAILED_PRECONDITION: the worker's device is not shared.
+        drains, parks what still runs, and frees the device's memory
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _cpd_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cpd_pb2.WakeReply, _abc.Awaitable[_cpd_pb2.WakeReply]]:
+        """as a request would"""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _cpd_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cpd_pb2.PinReply, _abc.Awaitable[_cpd_pb2.PinReply]]:
+        """while pinned no other model may displace this one"""
 
     @_abc_1.abstractmethod
     def Trace(

@@ -4,12 +4,14 @@ import contextlib
 import logging
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import torch
 
+from cpd.common.errors import ConfigError
 from engine.execution.cpu.lanes import CallerLane, make_splits
+from engine.execution.cpu.model_memory import ModelMemory
 from engine.execution.executor import Lane, Split
 from engine.execution.host_memory import CpuHostMemory, TorchHostMemory
 from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
@@ -73,9 +75,11 @@ class TorchRunner:
             ConfigError: The settings do not fit the checkpoint or the machine.
             RuntimeError: An error of CUDA; see `engine.execution.torch_device.explain_gpu_errors`.
         """
+        self._model_dir = model_dir
         config = load_config(model_dir)
         with Checkpoint(model_dir) as checkpoint:
             plan = plan_memory(config, checkpoint, dtype=dtype, max_model_len=max_model_len)
+            self._tensors = plan.tensors
             self.dtype, self.page_bytes = plan.dtype, plan.page_bytes
             torch_dtype, kv_dtype = (getattr(torch, name) for name in (plan.dtype, plan.kv_dtype))
             self._device = resolve_device(device)
@@ -171,6 +175,21 @@ class TorchRunner:
 
             return CudaHostMemory(self.pool, pin(slots), self._cuda.copies, checksums=checksums)
         return CpuHostMemory(self.pool, slots, checksums=checksums)
+
+    def model_memory(self) -> ModelMemory:
+        """Returns what can give the memory of weights and pool away for a while, and get it back.
+
+        Raises:
+            ConfigError: The device is a GPU.
+        """
+        if self._device.type == "cuda":
+            raise ConfigError("models can't share a GPU's memory yet; leave --device-memory out")
+        return ModelMemory(self._model.weights(), self.pool, self._read_again, str(self._model_dir))
+
+    def _read_again(self) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
+        with Checkpoint(self._model_dir) as checkpoint:
+            checkpoint.check(self._tensors)
+            yield from self._model.read_again(checkpoint)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -70,6 +70,9 @@ class HostTier:
     Args:
         memory: The host memory.
         prefill_ms: Predicts how long a prefill takes.
+
+    Attributes:
+        max_offloaded: Maximum number of blocks that one eviction offloads.
     """
 
     def __init__(self, pool: BlockPool, memory: HostMemory, prefill_ms: Callable[[Work], float]) -> None:
@@ -78,7 +81,7 @@ class HostTier:
         self._prefill_ms = prefill_ms
         self._slots = HostPool(memory.num_slots)
         self._loads: deque[HostLoad] = deque()  # in the order in which they end
-        self._max_offloaded = max(1, int(MAX_OFFLOAD_MS / max(memory.slot_ms, 1e-6)))
+        self.max_offloaded = max(1, int(MAX_OFFLOAD_MS / max(memory.slot_ms, 1e-6)))
         self._counts: Counter[str] = Counter()
         pool.offload_to(self)
 
@@ -147,7 +150,7 @@ class HostTier:
 
     def offload(self, pages: list[int], hashes: list[bytes]) -> list[bytes]:
         """See `engine.kv.block_pool.OffloadTier`."""
-        skipped = max(0, len(pages) - self._max_offloaded)
+        skipped = max(0, len(pages) - self.max_offloaded)
         new, evicted = self._slots.add(hashes[skipped:])
         if new:
             self._memory.copy_out([pages[skipped + index] for index, _ in new], [slot for _, slot in new])

@@ -3,10 +3,10 @@
 The order of operations and of roundings is transformers', so that in float32 both choose the same tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.parameters import Parameter, parameters
 from engine.model.rope import rope_table
 from engine.model.weights import Checkpoint
-from engine.ops.base import DeviceBatch, Layer, Ops, Stack
+from engine.ops.base import DeviceBatch, Layer, Linear, Ops, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,12 @@ class LayerByLayer:
         return ops.add_rms_norm(x, residual, norm, stack.eps)
 
 
+Part = torch.Tensor | Linear
+"""A vector, table or linear layer of a decoder."""
+
+P = TypeVar("P", bound=Part)
+
+
 class Decoder:
     """Weights on the device, and the forward pass. Shapes use the letters of `engine.ops.base`."""
 
@@ -108,27 +114,41 @@ class Decoder:
         """
 
         table = {parameter.name: parameter for parameter in parameters(config)}
+        parts: list[tuple[Part, Callable[[Checkpoint], Part]]] = []
 
-        def read(name: str) -> torch.Tensor:
-            return checkpoint.read(table[name].tensors("weight"), dtype, device)
+        def tensor(parameter: Parameter, layer: int | None = None) -> Callable[[Checkpoint], torch.Tensor]:
+            return lambda source: source.read(parameter.tensors("weight", layer), dtype, device)
 
-        def load(parameter: Parameter, layer: int) -> Any:  # a vector, or a linear layer
-            weight = checkpoint.read(parameter.tensors("weight", layer), dtype, device)
-            if parameter.columns is None:
-                return weight
-            bias = checkpoint.read(parameter.tensors("bias", layer), dtype, device) if parameter.bias else None
-            return ops.pack(weight, bias)
+        def linear(parameter: Parameter, layer: int | None = None) -> Callable[[Checkpoint], Linear]:
+            def read(source: Checkpoint) -> Linear:
+                bias = source.read(parameter.tensors("bias", layer), dtype, device) if parameter.bias else None
+                return ops.pack(tensor(parameter, layer)(source), bias)
 
-        self._embedding = read("embedding")  # [V, H]
+            return read
+
+        def load(read: Callable[[Checkpoint], P]) -> P:
+            part = read(checkpoint)
+            parts.append((part, read))
+            return part
+
+        def in_layer(parameter: Parameter, layer: int) -> Any:  # a vector, or a linear layer
+            return load(tensor(parameter, layer) if parameter.columns is None else linear(parameter, layer))
+
+        self._embedding = load(tensor(table["embedding"]))  # [V, H]
         layers: list[Layer] = []
         for index in range(config.num_layers):
             on_progress(index / config.num_layers)
-            layers.append(Layer(**{name: load(row, index) for name, row in table.items() if row.per_layer}))
-        norm = read("norm")
-        head = read("head") if "head" in table else self._embedding
-        cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
+            layers.append(Layer(**{name: in_layer(row, index) for name, row in table.items() if row.per_layer}))
+        norm = load(tensor(table["norm"]))
+        if "head" in table:
+            head = load(linear(table["head"]))
+        else:
+            head = ops.pack(self._embedding, None)
+            parts.append((head, linear(table["embedding"])))
+        cos_sin = load(lambda _: rope_table(config.rope, config.head_dim, config.max_model_len, device))
+        self._parts = parts
         self._ops = ops
-        self._stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)
+        self._stack = Stack(layers, norm, head, cos_sin, config.norm_eps, config.head_dim**-0.5)
         self._run_layers = ops.fuse(self._stack) or LayerByLayer(ops, self._stack)
         on_progress(1.0)
 
@@ -136,6 +156,17 @@ class Decoder:
     def progress(self) -> int:
         """Number that grows while steps are computed, on a CPU with each layer. Thread-safe."""
         return int(self._stack.progress[0])
+
+    def weights(self) -> list[torch.Tensor]:
+        """Returns all tensors that steps read."""
+        return [tensor for part, _ in self._parts for tensor in _tensors(part)]
+
+    def read_again(self, checkpoint: Checkpoint) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each of `weights` with a new tensor that the same checkpoint gives for it now."""
+        for part, read in self._parts:
+            with torch.inference_mode():
+                fresh = _tensors(read(checkpoint))
+            yield from zip(_tensors(part), fresh, strict=True)
 
     def with_ops(self, ops: Ops) -> Self:
         """Returns a decoder with the same weights and other ops of the same back end; both can run concurrently."""
@@ -186,3 +217,10 @@ class Decoder:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits: [R, H] -> [R, V]"""
         return self._stack.head(hidden)
+
+
+def _tensors(part: Part) -> list[torch.Tensor]:
+    """Returns the tensors of a part."""
+    if isinstance(part, torch.Tensor):
+        return [part]
+    return [part.weight] if part.bias is None else [part.weight, part.bias]

@@ -16,12 +16,36 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from engine.batch import Batch
 from engine.ops.buffers import upload_arrays
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""A packed linear layer: x [T, in] -> x @ weight.T + bias, [T, out]."""
+
+class Linear(Protocol):
+    """A packed linear layer."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight in the back end's own layout."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias. [out]"""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes x @ weight.T + bias: [T, in] -> [T, out]"""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """A linear layer that torch computes."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

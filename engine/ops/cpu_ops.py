@@ -6,14 +6,12 @@ on the token's position.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 
 from engine.ops import kernels
-from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack
+from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack, TorchLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class CpuOps:
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if weight.shape[1] * weight.element_size() % 4:
-            return partial(F.linear, weight=weight, bias=bias)  # the kernels read rows in 32-bit words
+            return TorchLinear(weight, bias)  # the kernels read rows in 32-bit words
         return PackedLinear(torch.ops.cpd.pack_weight(weight.contiguous()), bias, weight.shape[0])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

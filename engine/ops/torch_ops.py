@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 
 from cpd.common.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack
+from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack, TorchLinear
 from engine.ops.buffers import upload
 
 _DECODES_AT_ONCE = 16
@@ -77,7 +76,7 @@ class TorchOps:
         self._plan = plan
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return partial(F.linear, weight=weight, bias=bias)
+        return TorchLinear(weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

@@ -122,5 +122,21 @@ class KVCacheManager:
         self.pool.publish(pages, hashes)
         return self.pending.published(hashes)
 
+    def evict_all(self, valuable: Sequence[int]) -> None:
+        """Evicts all blocks, when no page has a holder.
+
+        Args:
+            valuable: Pages whose blocks are all offloaded, if there is room in host memory, however long it takes.
+        """
+        pool, last = self.pool, len(set(valuable))
+        at_once = self._host.max_offloaded if self._host is not None else pool.num_pages
+        pool.touch(valuable)
+        taken: list[int] = []
+        for count in (pool.available - last, *(min(at_once, last - done) for done in range(0, last, at_once))):
+            pages = pool.take(count)
+            assert pages is not None, "a page has a holder"
+            taken += pages
+        pool.release(taken)
+
     def _is_known(self, block_hash: bytes) -> bool:
         return self.pool.is_cached(block_hash) or self.pending.has_producer(block_hash)

@@ -92,6 +92,15 @@ class QueueLimit:
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
 
+    def hold(self) -> None:
+        """Forgets the rate: from now on no tokens leave, until `go_on`."""
+        self._taken_tokens = 0
+        self._taken.clear()
+
+    def go_on(self, now: float) -> None:
+        """Begins to measure the rate: tokens leave again."""
+        self._since = now
+
     def seconds_for(self, tokens: int, now: float) -> float:
         """Time until this many tokens have left, at the rate of the recent past."""
         rate = self._rate(now)

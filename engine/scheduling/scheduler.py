@@ -27,7 +27,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import Chunk, Plan
 from engine.scheduling.queue_limit import QueueLimit
 from engine.scheduling.sequence import Sequence, SequenceState, SequenceTable
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.waiting_queue import MayStart, WaitingQueue
 
 
 class Scheduler:
@@ -88,9 +88,41 @@ class Scheduler:
         return self.cache.pending.num_waiting + len(self.waiting)
 
     @property
+    def num_started(self) -> int:
+        """Number of sequences that run, or did so before."""
+        waiting = (*self.waiting.resumable, *self.cache.pending.waiting())
+        return len(self.running) + sum(not seq.queued for seq in waiting)
+
+    @property
     def on_main_lane(self) -> list[Sequence]:
         """The running sequences that are not on the prefill lane."""
         return [seq for seq in self.running if not seq.lane_chunks]
+
+    # ---- whether sequences may start ----
+
+    def hold(self, may_start: MayStart) -> None:
+        """Lets only these waiting sequences start, until `go_on`. With NONE, no landing is reserved either."""
+        self.waiting.may_start = may_start
+        self.waiting.limit.hold()
+        self._changes += 1
+
+    def go_on(self, now: float) -> None:
+        """Lets all waiting sequences start again."""
+        self.waiting.may_start = MayStart.ALL
+        self.waiting.limit.go_on(now)
+        self._changes += 1
+
+    def park(self) -> list[int]:
+        """Preempts every running sequence that is not on the prefill lane.
+
+        Returns:
+            The pages of the blocks with which resumable sequences will go on, of one sequence after the other.
+        """
+        for seq in self.on_main_lane:
+            self._preempt(seq)
+        for seq in self.waiting.resumable:
+            seq.parked = seq.parked or not seq.queued
+        return [page for seq in self.waiting.resumable for page in self.pool.find(seq.hashes)]
 
     # ---- which tokens a step computes ----
 
@@ -286,11 +318,15 @@ class Scheduler:
     # ---- landing reservations ----
 
     def spare_for_reservation(self) -> int | None:
-        """Number of pages that a landing must leave available; None if waiting sequences need rows or pages first.
+        """Number of pages that a landing must leave available; None if there may be no landing now.
+
+        Waiting sequences may need rows or pages first, or nothing may start.
 
         These are the headroom, and the pages for resumable sequences: some wait only until the prefill lane is free.
         """
         resumable = self.waiting.resumable
+        if self.waiting.may_start is MayStart.NONE:
+            return None
         if self._free_rows <= len(resumable) or not self.waiting.may_be_overtaken:
             return None
         return self.headroom + sum(blocks_for(seq.num_tokens) + 1 for seq in resumable)
@@ -396,11 +432,14 @@ class Scheduler:
                 return False
             if len(self.running) > 1:
                 self.preemptions += 1
-                self.pool.release(self._stop(newest))
-                self._make_resumable([newest])
+                self._preempt(newest)
             if newest is seq:
                 return False
         return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.pool.release(self._stop(seq))
+        self._make_resumable([seq])
 
     def _stop(self, seq: Sequence) -> list[int]:
         self.running.remove(seq)

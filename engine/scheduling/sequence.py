@@ -51,6 +51,7 @@ class Sequence:
         constraint: Of its output so far, if that must follow a grammar; it survives a preemption.
         first_token_sent: True after its first output.
         queued: True if it was never scheduled; it then counts against the queue limit.
+        parked: True if it has lost its pages to a model that needed the memory.
         work: Work to compute it, as estimated when it came.
         queued_s: Time until it was first scheduled.
         lane_chunks: Number of its chunks on the prefill lane that are not collected.
@@ -72,6 +73,7 @@ class Sequence:
     first_token_sent: bool = False
     state: SequenceState = SequenceState.WAITING
     queued: bool = False
+    parked: bool = False
     work: Work = field(default_factory=Work)
     queued_s: float = 0.0
     lane_chunks: int = 0

@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections.abc import Iterator
+from enum import Enum, auto
 from itertools import chain, islice
 
 from cpd.performance.model import Work
@@ -12,6 +13,14 @@ from engine.types import Request
 
 MAX_PASSING, MAX_PASSING_OF_TENANT = 128, 32
 """Maximum number of sequences to look at for one that may pass the first. Ten take a few microseconds."""
+
+
+class MayStart(Enum):
+    """Which of the waiting sequences may start."""
+
+    ALL = auto()
+    SCHEDULED_BEFORE = auto()
+    NONE = auto()
 
 
 def terms_of(request: Request) -> Terms:
@@ -30,12 +39,14 @@ class WaitingQueue:
         limit: Counts the tokens of all sequences that have never been scheduled, those that wait for a prefix included.
         queued_work: The work of these sequences.
         resumable: Resumable sequences, oldest first.
+        may_start: Which sequences `first` and `passing` return.
     """
 
     def __init__(self, limit: QueueLimit | None = None) -> None:
         self.limit = limit or QueueLimit()
         self.queued_work = Work()
         self.resumable: list[Sequence] = []
+        self.may_start = MayStart.ALL
         self._new = FairQueue[Sequence]()
         self._blocked: tuple[Sequence, int] | None = None  # the first one, and the version at which it was blocked
         self._overtaken = False
@@ -48,11 +59,15 @@ class WaitingQueue:
         return len(self.resumable) + len(self._new)
 
     def first(self, now: float) -> Sequence | None:
-        """The sequence to schedule next at the time `now`."""
+        """The sequence to schedule next at the time `now`; None if none may start."""
+        if self.may_start is not MayStart.ALL:
+            return next(self._scheduled_before(), None)
         return self.resumable[0] if self.resumable else self._new.first(now)
 
     def passing(self, now: float) -> Iterator[Sequence]:
         """Sequences that may pass the first one, up to `MAX_PASSING`."""
+        if self.may_start is not MayStart.ALL:
+            return islice(self._scheduled_before(), MAX_PASSING)
         return islice(chain(self.resumable, self._new.out_of_turn(now, MAX_PASSING_OF_TENANT)), MAX_PASSING)
 
     def late_work(self, now: float) -> Work:
@@ -119,6 +134,11 @@ class WaitingQueue:
             raise AssertionError("the count of queued tokens is wrong")
         if self.queued_work != Work.total(seq.work for seq in queued):
             raise AssertionError("the work of the queued sequences is wrong")
+
+    def _scheduled_before(self) -> Iterator[Sequence]:
+        """The sequences that may start if new ones may not."""
+        if self.may_start is MayStart.SCHEDULED_BEFORE:
+            yield from (seq for seq in self.resumable if not seq.queued)
 
     def _not_queued(self, seq: Sequence) -> None:
         self.queued_work -= seq.work

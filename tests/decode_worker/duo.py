@@ -119,9 +119,9 @@ TARGET = 1
 
 
 @asynccontextmanager
-async def reached(redis_url: str, stage: Stage, n: int = 1) -> AsyncIterator[tuple[Duo, Answer]]:
-    """A request with number TARGET whose prefix fetch is held in `stage`."""
-    async with duo(redis_url) as d, silent_server() as silent:
+async def reached(redis_url: str, stage: Stage, n: int = 1, **options: Any) -> AsyncIterator[tuple[Duo, Answer]]:
+    """A request with number TARGET whose prefix fetch is held in `stage`. Options as in `duo`."""
+    async with duo(redis_url, **options) as d, silent_server() as silent:
         hint = d.source.hint()
         match stage:
             case Stage.CONNECTING:

@@ -104,10 +104,21 @@ TARGET = 1
 
 @asynccontextmanager
 async def reached(
-    redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66, **settings: Any
+    redis_url: str,
+    stage: Stage,
+    n: int = 1,
+    num_pages: int = 66,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Pair, Answer]]:
-    """A request with number TARGET that is held in `stage`, if necessary behind another request."""
-    async with pair(redis_url, decode={"num_pages": num_pages}, **settings) as p, silent_server() as silent:
+    """A request with number TARGET that is held in `stage`, if necessary behind another request.
+
+    Args:
+        prefill, decode: Arguments of `fake_loader` for the two workers.
+    """
+    engine = {"num_pages": num_pages, **(decode or {})}
+    async with pair(redis_url, prefill=prefill, decode=engine, **settings) as p, silent_server() as silent:
         candidates = [p.prefill.candidate]
         ahead = make_request("ahead", prompt(900, 9), max_tokens=2)
         match stage:

@@ -110,6 +110,24 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
         await eventually(lambda: c.router.load.remote_prefills == {"completed": len(requests)})
 
 
+async def test_after_a_sleep_pages_move_over_a_new_transport(model: Path, redis_url: str, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"dtype": "float32", "prefill_progress_s": 60, "device_memory": "1GiB"}
+    async with cluster(model, redis_url, tmp_path, **flags) as c:
+        for number, view in enumerate((c.router, c.prefill_view)):
+            before = await c.submit(request("before", 900, salt=number), number)
+            await c.router.done(before)
+            await view.administer("Sleep")
+            await eventually(lambda: view.load.residency.state == pb.Residency.STATE_ASLEEP)  # noqa: B023
+            await view.administer("Wake")
+            await eventually(lambda: view.load.residency.state == pb.Residency.STATE_SERVING)  # noqa: B023
+            after = await c.submit(with_own_cache(request("after", 900, salt=number)), 10 + number)
+            await c.router.done(after)
+            assert after.prefilled[0].prefill_worker == "prefill"
+            assert after.tokens == before.tokens
+        await c.router.balanced()
+        await c.prefill_view.balanced()
+
+
 async def test_workers_take_nixl_by_default_and_say_why(model: Path, redis_url: str, tmp_path: Path) -> None:
     async with cluster(model, redis_url, tmp_path, dtype="float32", prefill_progress_s=60) as c:
         for hello in (c.router.hello, c.prefill_view.hello):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -512,6 +513,7 @@ def engine_of(
     token_budget: int = 64,
     max_num_seqs: int = 8,
     max_queue_tokens: int = 100_000,
+    max_wait_s: float = inf,
     itl_ms: float = 0.0,
     colocate: Mode = "mixed",
     host: FakeHostMemory | None = None,
@@ -529,6 +531,7 @@ def engine_of(
         ),
         max_num_seqs=max_num_seqs,
         max_queue_tokens=max_queue_tokens,
+        max_wait_s=max_wait_s,
         host=host,
     )
 

@@ -230,6 +230,26 @@ class EngineMachine(RuleBasedStateMachine):
     def content(self, computed: Computed) -> list[int]:
         return [slot for page in computed.pages for slot in self.runner.pages[page]][: computed.num_tokens]
 
+    @rule(drains=st.booleans())
+    def is_paused(self, drains: bool) -> None:
+        if drains:
+            self.engine.hold_new()
+        else:
+            self.engine.pause()
+
+    @precondition(lambda self: self.engine.paused)
+    @rule()
+    def gives_its_memory_away(self) -> None:
+        if self.engine.park_all():
+            assert self.engine.stats().pages.free == self.runner.num_pages
+            for page in range(self.runner.num_pages):
+                self.runner.pages[page] = [GARBAGE] * 16
+
+    @precondition(lambda self: not self.engine.starts_new)
+    @rule()
+    def goes_on(self) -> None:
+        self.engine.go_on(self.now)
+
     @rule()
     def cache_events(self) -> None:
         follow(self.known, self.engine.take_cache_events())
@@ -243,7 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.queued_tokens <= sum(len(request.token_ids) for request in self.requests.values())
         assert (stats.prefill_ms > 0) == (stats.waiting_tokens > 0)
-        if stats.running + stats.waiting and not self.engine.has_work:
+        if stats.running + stats.waiting and not self.engine.has_work and self.engine.starts_new:
             assert self.landings or self.pinned or self.lane.running or self.copying, (
                 "has no work, and waits for nothing"
             )
@@ -255,6 +275,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.landings.cancel(reservation, quarantine=False)
         while self.quarantined:
             self.end_quarantine()
+        self.engine.go_on(self.now)
         if self.host is not None:
             self.host.by_hand = False
         for _ in range(10_000):

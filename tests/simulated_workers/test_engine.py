@@ -61,6 +61,11 @@ def test_there_is_no_host_memory_for_pages_with_nothing_in_them(config: ModelCon
         load(make_loader(profile(), config), WorkerSettings.load({"host_kv_memory": "1GiB"}))
 
 
+def test_there_is_no_memory_to_share(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match="--device-memory"):
+        load(make_loader(profile(), config), WorkerSettings.load({"device_memory": "1GiB"}))
+
+
 def test_what_the_engine_predicts_with_can_be_another_profile(config: ModelConfig, tmp_path: Path) -> None:
     known = profile(units=7)
     known.save(tmp_path / "known.json")

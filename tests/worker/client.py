@@ -101,8 +101,13 @@ class Client:
 
     async def drain(self) -> None:
         """Asks the worker to drain."""
-        stub: Any = rpc.AdminStub(self._channel)
-        await stub.Drain(pb.DrainRequest(), metadata=admin_metadata(self._secret.admin_key), timeout=DEADLINE_S)
+        await self.administer("Drain")
+
+    async def administer(self, what: str, **fields: Any) -> None:
+        """Makes a call of `Admin` with these fields in its request."""
+        call = getattr(rpc.AdminStub(self._channel), what)
+        message = getattr(pb, f"{what}Request")(**fields)
+        await call(message, metadata=admin_metadata(self._secret.admin_key), timeout=DEADLINE_S)
 
     async def submit(
         self,

@@ -20,7 +20,8 @@ from prefill_worker.service import PrefillService
 from tests.waiting import DEADLINE_S
 from tests.worker.fakes import GatedTransport, fake_loader
 from worker.context import LoadedEngine
-from worker.worker import OpenTransport, Worker
+from worker.pool_transport import OpenTransport
+from worker.worker import Worker
 
 _names = itertools.count()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from cpd.common.errors import TransferError
+from cpd.common.errors import CPDError, TransferError
 from cpd.common.settings import WorkerSettings
 from cpd.performance.colocation import Colocation
 from engine.batch import Batch
@@ -56,6 +56,9 @@ class SharedRunner(FakeRunner):
     Args:
         before_step: Called before each step on the engine thread; a test can hold the engine there.
         lanes: See FakeRunner.
+
+    Attributes:
+        has_memory: False while the memory is released.
     """
 
     def __init__(self, num_pages: int, before_step: Callable[[], None] | None = None, lanes: bool = False) -> None:
@@ -63,11 +66,52 @@ class SharedRunner(FakeRunner):
         self.memory = np.full((num_pages, 16), GARBAGE, np.int64)
         self.pages = _Pages(self.memory)  # type: ignore[assignment]
         self._before_step = before_step
+        self.has_memory = True
 
     def begin(self, batch: Batch) -> FakeStep:
+        assert self.has_memory, "a step runs without memory"
         if self._before_step is not None:
             self._before_step()
         return super().begin(batch)
+
+
+class FakeModelMemory:
+    """The memory of a SharedRunner.
+
+    Attributes:
+        error: Raised by the next `restore` or `stage`.
+    """
+
+    def __init__(self, runner: SharedRunner) -> None:
+        self.error: CPDError | None = None
+        self.staged_bytes = 0
+        self._runner = runner
+
+    def resident_bytes(self) -> int:
+        return self._runner.memory.nbytes if self._runner.has_memory else 0
+
+    def release(self) -> None:
+        self._runner.memory[:] = GARBAGE
+        self._runner.has_memory = False
+
+    def restore(self) -> None:
+        self._fail()
+        self._runner.has_memory = True
+
+    def populate_pool(self) -> None:
+        assert self._runner.has_memory
+
+    def stage(self) -> None:
+        self._fail()
+        self.staged_bytes = 1
+
+    def unstage(self) -> None:
+        self.staged_bytes = 0
+
+    def _fail(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 def fake_loader(
@@ -80,8 +124,14 @@ def fake_loader(
     on_host: Callable[[FakeHostMemory], None] = lambda host: None,
     progress: Callable[[], float] = lambda: 0,
     lanes: bool = False,
+    on_memory: Callable[[FakeModelMemory], None] | None = None,
 ) -> Callable[[WorkerSettings], LoadedEngine]:
-    """Makes the `load` argument of `Worker`. `on_host` is called with the host memory, if there is any."""
+    """Makes the `load` argument of `Worker`.
+
+    Args:
+        on_host: Called with the host memory, if there is any.
+        on_memory: Called with the memory that the model shares with others; None: it keeps its memory.
+    """
 
     def load(settings: WorkerSettings) -> LoadedEngine:
         runner = SharedRunner(num_pages, before_step, lanes)
@@ -101,6 +151,9 @@ def fake_loader(
             max_queue_tokens=settings.max_queue_tokens,
             host=host,
         )
+        model_memory = FakeModelMemory(runner) if on_memory is not None else None
+        if on_memory is not None and model_memory is not None:
+            on_memory(model_memory)
         return LoadedEngine(
             engine=engine,
             memory=PoolMemory(runner.memory.ctypes.data, num_pages, runner.memory[0].nbytes),
@@ -112,6 +165,7 @@ def fake_loader(
             profile=MODEL.profile,
             token_budget=settings.token_budget,
             progress=progress,
+            model_memory=model_memory,
         )
 
     return load

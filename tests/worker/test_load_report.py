@@ -60,6 +60,16 @@ async def test_an_unchanged_load_is_sent_as_a_heartbeat(monkeypatch: pytest.Monk
     worker.reporter.close()
 
 
+async def test_another_state_of_the_model_is_sent_at_once() -> None:
+    worker = Worker()
+    states = [pb.Residency.STATE_SERVING, pb.Residency.STATE_DRAINING, pb.Residency.STATE_ASLEEP]
+    for state in states:
+        worker.load.residency.state = state
+        worker.reporter.changed()
+    assert [load.residency.state for load in worker.published] == states
+    worker.reporter.close()
+
+
 async def test_becoming_idle_or_busy_is_sent_at_once() -> None:
     worker = Worker()
     worker.set(running=1)

@@ -1,0 +1,228 @@
+"""A real model whose memory is given back to the system, and got again."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cpd.common.errors import CheckpointError, ConfigError
+from cpd.performance.colocation import Colocation
+from engine.engine import Engine
+from engine.execution.cpu import model_memory, system_memory
+from engine.execution.cpu.lanes import own_cores, use_threads
+from engine.execution.cpu.model_memory import ModelMemory
+from engine.execution.runner import TorchRunner
+from engine.model.config import load_config
+from engine.types import SamplingParams
+from tests.conftest import MakeCheckpoint
+from tests.engine.fakes import MODEL, drain
+from tests.engine.test_engine_model import make_request
+
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
+"""About 16 million parameters."""
+
+
+def make_runner(directory: Path, *, dtype: str = "float32", num_pages: int = 64) -> TorchRunner:
+    use_threads(own_cores())
+    kv_bytes = num_pages * load_config(directory).page_bytes(dtype)  # type: ignore[arg-type]
+    return TorchRunner(directory, dtype=dtype, device="cpu", kv_bytes=kv_bytes, max_model_len=300)
+
+
+def answers(runner: TorchRunner) -> list[list[int]]:
+    """What the model answers, from an empty cache."""
+    engine = Engine(
+        runner,
+        max_model_len=300,
+        colocation=Colocation(MODEL, token_budget=64),
+        max_num_seqs=8,
+        max_queue_tokens=10_000,
+    )
+    for i in range(3):
+        engine.add(make_request(f"r{i}", list(range(5 + i, 60 + 7 * i)), SamplingParams(seed=i, max_tokens=20)))
+    served = drain(engine)
+    return [served.token_ids[f"r{i}", 0] for i in range(3)]
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def stays(memory: ModelMemory) -> None:
+    """Leaves the source of the next `restore` as it is: the checkpoint."""
+
+
+def stage(memory: ModelMemory) -> None:
+    memory.stage()
+
+
+Prepare = Callable[[ModelMemory], None]
+
+
+@pytest.mark.parametrize("prepare", [stays, stage])
+@pytest.mark.parametrize(
+    ("family", "dtype", "overrides"),
+    [
+        ("llama3", "float32", {}),
+        ("qwen2", "bfloat16", {}),
+        ("qwen3", "float32", {}),
+        ("qwen3", "float16", {}),  # torch's own operations, where the head is the embedding
+        ("qwen2", "bfloat16", {"intermediate_size": 177}),  # one layer has rows that the kernels can't read
+    ],
+)
+def test_the_model_answers_the_same_afterwards(
+    checkpoint: MakeCheckpoint, prepare: Prepare, family: str, dtype: str, overrides: dict[str, int]
+) -> None:
+    runner = make_runner(checkpoint(family, **overrides), dtype=dtype)
+    memory = runner.model_memory()
+    before = answers(runner)
+    prepare(memory)
+    for _ in range(2):
+        memory.release()
+        memory.restore()
+        assert answers(runner) == before
+
+
+@pytest.mark.parametrize("prepare", [stays, stage])
+def test_the_process_really_gives_the_memory_back(checkpoint: MakeCheckpoint, prepare: Prepare) -> None:
+    runner = make_runner(checkpoint("llama3", **LARGE), num_pages=4096)
+    memory = runner.model_memory()
+    assert memory.num_bytes > 100 << 20
+    before = answers(runner)
+    prepare(memory)
+    awake = resident()
+    assert memory.resident_bytes() > 0.98 * memory.num_bytes
+    memory.release()
+    assert memory.resident_bytes() < 0.02 * memory.num_bytes
+    assert awake - resident() > 0.95 * memory.num_bytes
+    memory.restore()
+    memory.populate_pool()
+    assert memory.resident_bytes() > 0.98 * memory.num_bytes
+    assert abs(resident() - awake) < 0.05 * memory.num_bytes
+    assert answers(runner) == before
+
+
+def test_the_weights_are_where_they_were(checkpoint: MakeCheckpoint) -> None:
+    runner = make_runner(checkpoint("qwen3"))
+    memory = runner.model_memory()
+    weights = [(tensor.data_ptr(), tensor.clone()) for tensor in runner._model.weights()]
+    pool = runner.pool.data_ptr()
+    memory.release()
+    memory.restore()
+    for (address, content), tensor in zip(weights, runner._model.weights(), strict=True):
+        assert tensor.data_ptr() == address
+        assert torch.equal(tensor, content)
+    assert runner.pool.data_ptr() == pool
+    assert not runner.pool.any()
+
+
+def test_a_staged_copy_is_host_memory_but_not_resident(checkpoint: MakeCheckpoint) -> None:
+    runner = make_runner(checkpoint("llama3", **LARGE))
+    memory = runner.model_memory()
+    before, files = resident(), len(os.listdir("/proc/self/fd"))
+    memory.stage()
+    memory.stage()
+    assert memory.staged_bytes == memory.weight_bytes > 60 << 20
+    assert resident() - before < 0.1 * memory.weight_bytes
+    assert len(os.listdir("/proc/self/fd")) == files + 1
+    memory.unstage()
+    memory.unstage()
+    assert memory.staged_bytes == 0
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_copy_is_staged_from_the_checkpoint_while_the_memory_is_away(checkpoint: MakeCheckpoint) -> None:
+    runner = make_runner(checkpoint("llama3", **LARGE))
+    memory = runner.model_memory()
+    before = answers(runner)
+    memory.release()
+    memory.stage()
+    assert memory.resident_bytes() < 0.05 * memory.num_bytes
+    memory.restore()
+    assert answers(runner) == before
+
+
+def test_a_gpus_memory_can_not_be_shared(checkpoint: MakeCheckpoint) -> None:
+    runner = make_runner(checkpoint("qwen3"))
+    runner._device = torch.device("cuda")
+    with pytest.raises(ConfigError, match="--device-memory"):
+        runner.model_memory()
+
+
+class TestFailures:
+    """Nothing is held, and the next try may succeed."""
+
+    @pytest.fixture
+    def directory(self, checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(checkpoint("llama3", **LARGE), tmp_path / "model"))
+
+    @pytest.mark.parametrize("step", ["restore", "stage"])
+    def test_a_checkpoint_that_vanished(self, directory: Path, tmp_path: Path, step: str) -> None:
+        runner = make_runner(directory)
+        memory = runner.model_memory()
+        before = answers(runner)
+        memory.release()
+        directory.rename(tmp_path / "elsewhere")
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="holds neither model"):
+                getattr(memory, step)()
+            assert memory.resident_bytes() < 0.02 * memory.num_bytes
+            assert memory.staged_bytes == 0
+        (tmp_path / "elsewhere").rename(directory)
+        memory.restore()
+        assert answers(runner) == before
+
+    @pytest.mark.parametrize("step", ["restore", "stage"])
+    def test_a_checkpoint_with_other_weights(self, directory: Path, step: str) -> None:
+        runner = make_runner(directory)
+        memory = runner.model_memory()
+        memory.release()
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        tensors["model.layers.3.mlp.down_proj.weight"][7, 11] += 1
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match="does not hold the weights that the worker started with"):
+            getattr(memory, step)()
+        assert memory.resident_bytes() < 0.02 * memory.num_bytes
+        assert memory.staged_bytes == 0
+
+    def test_a_damaged_staged_copy_is_dropped_and_the_checkpoint_read(self, directory: Path) -> None:
+        runner = make_runner(directory)
+        memory = runner.model_memory()
+        before = answers(runner)
+        memory.stage()
+        memory.release()
+        assert memory._staged is not None
+        os.pwrite(memory._staged._file, b"damage", memory.weight_bytes // 2)
+        with pytest.raises(CheckpointError, match="staged copy of the weights is damaged"):
+            memory.restore()
+        assert memory.staged_bytes == 0
+        assert memory.resident_bytes() < 0.02 * memory.num_bytes
+        memory.restore()
+        assert answers(runner) == before
+
+    def test_too_little_memory(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = make_runner(directory)
+        memory = runner.model_memory()
+        before = answers(runner)
+        memory.release()
+        with monkeypatch.context() as patch:
+            patch.setattr(model_memory, "available_memory", lambda device: memory.num_bytes - 1)
+            with pytest.raises(ConfigError, match=r"needs 0.1 GiB of memory, and 0.1 GiB are free"):
+                memory.restore()
+        with monkeypatch.context() as patch:
+            patch.setattr(system_memory, "populate", out_of_memory)
+            with pytest.raises(ConfigError, match="gave no memory for a staged copy: Cannot allocate memory"):
+                memory.stage()
+        assert memory.resident_bytes() < 0.02 * memory.num_bytes
+        assert memory.staged_bytes == 0
+        memory.restore()
+        assert answers(runner) == before
+
+
+def out_of_memory(memory: object) -> None:
+    raise OSError(12, "Cannot allocate memory")

@@ -1,0 +1,156 @@
+"""What decides about a worker's model and what carries it out know of each other.
+
+residency (decides)  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  ──▶ engine, memory, transport
+        ▲──────────── request_arrived, report ──── worker
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from cpd.rpc import cpd_pb2 as pb
+
+
+class ModelState(StrEnum):
+    """State of a worker's model; see `sleeper.py`."""
+
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    SERVING = "serving"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+
+    @property
+    def has_memory(self) -> bool:
+        """True if steps can be computed, and pages be read and written."""
+        return self in (ModelState.SERVING, ModelState.DRAINING)
+
+    def to_wire(self) -> pb.Residency.State.ValueType:
+        """The state in a load report."""
+        return _TO_WIRE[self]
+
+
+_TO_WIRE = {
+    ModelState.ASLEEP: pb.Residency.STATE_ASLEEP,
+    ModelState.WAKING: pb.Residency.STATE_WAKING,
+    ModelState.SERVING: pb.Residency.STATE_SERVING,
+    ModelState.DRAINING: pb.Residency.STATE_DRAINING,
+    ModelState.SLEEPING: pb.Residency.STATE_DRAINING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a decision needs to know of a worker's model. Times are of `time.monotonic`.
+
+    Attributes:
+        waiting: Requests that wait for the next wake.
+        running: Requests that the model works on; while it drains, those that do not wait for the next wake.
+        resumed: Number of running sequences that were parked before.
+        deadlines: When each request misses its target if it waits, or pauses, on; ascending.
+        drain_s: Predicted time until the running requests have ended.
+        arrivals_per_s: Recent requests a second.
+        last_access: When the last request arrived.
+        staged_bytes: Size of the staged copy of the weights; 0 if there is none.
+    """
+
+    waiting: int
+    running: int
+    resumed: int
+    deadlines: Sequence[float]
+    drain_s: float
+    arrivals_per_s: float
+    last_access: float
+    staged_bytes: int
+
+
+class Resident(Protocol):
+    """A worker's model, which gives its memory away and gets it back. One change at a time; see `sleeper.py`."""
+
+    @property
+    def state(self) -> ModelState: ...
+
+    async def wake(self) -> int:
+        """Loads and verifies the weights, and serves. Returns the bytes of memory that it has, when it has all.
+
+        Raises:
+            CPDError: It failed. No memory is held, and it may be tried again.
+        """
+
+    async def stage(self) -> None:
+        """Prepares the weights in host memory, so that the next wake is quicker.
+
+        Raises:
+            CPDError: It failed. There is no staged copy.
+        """
+
+    def unstage(self) -> None:
+        """Frees the host memory of the staged copy."""
+
+    def drain(self) -> None:
+        """Lets new requests wait from now on. Those that run go on."""
+
+    def undrain(self) -> None:
+        """Lets the requests that wait run."""
+
+    async def sleep(self) -> int:
+        """Parks what still runs, and frees the memory. Returns the bytes that are still held.
+
+        Raises:
+            CPDError: It failed. The process ends, and is started again.
+        """
+
+    def facts(self, now: float) -> Facts:
+        """Returns what a decision needs to know at the time `now`, of `time.monotonic`."""
+
+
+class Residency(Protocol):
+    """Decides when a worker's model sleeps and wakes."""
+
+    def report(self) -> pb.Residency:
+        """Returns its part of a load report."""
+
+    def request_arrived(self) -> None:
+        """Tells it that a request came."""
+
+    def sleep(self) -> None:
+        """Begins to drain the model and to put it to sleep, because a person wants it."""
+
+    def wake(self) -> None:
+        """Begins to wake the model, because a person wants it."""
+
+    def pin(self, pinned: bool) -> None:
+        """Says whether no other model may displace this one."""
+
+    async def close(self) -> None:
+        """Decides nothing any more."""
+
+
+MakeResidency = Callable[[Resident, Callable[[], None]], Residency]
+"""The second argument is called when the report may have changed."""
+
+
+class ModelUse(Protocol):
+    """A worker's model as the worker's parts see it."""
+
+    @property
+    def state(self) -> ModelState: ...
+
+    def request_arrived(self) -> None:
+        """Records that a request came, of a router or of another worker."""
+
+    def prefill_refused(self) -> None:
+        """Records that another worker's request was refused because the model does not serve."""
+
+
+class AlwaysServing:
+    """A model that never sleeps."""
+
+    state = ModelState.SERVING
+
+    def request_arrived(self) -> None:
+        """Does nothing."""
+
+    def prefill_refused(self) -> None:
+        """Does nothing."""
