@@ -53,6 +53,9 @@ class DecodePart(Part, RequestHandler, Protocol):
     def waits_for_pages(self) -> bool:
         """True while a request may wait for pages that another worker computes."""
 
+    def fail_all(self, reason: str) -> None:
+        """Fails every request: the model is asleep, and can't wake."""
+
     async def stop(self) -> None:
         """Ends every request in order; returns when nothing more will be sent. It has about a second."""
 
@@ -159,6 +162,10 @@ class WorkerService:
             self._fetches[served.outcome] += 1
         else:
             self.prefill.ended(served)
+
+    def fail_all(self, reason: str) -> None:
+        """Fails every request of routers: the model is asleep, and can't wake."""
+        self.decode.fail_all(reason)
 
     # ---- the end ----
 

@@ -3,6 +3,7 @@
 Parts in the order of their start; each is closed before the one above it:
 
     part         runs on         what it does
+    residency    event loop      on a shared device: waits for its turn to load (`residency.py`)
     engine       engine thread   computes (`AsyncEngine`); its runner owns the pool memory, as long as the process lives
     transport    event loop      reads and writes pool memory
     service      event loop      answers requests and prefill requests, with engine and transport
@@ -45,13 +46,15 @@ from engine.types import EngineStats
 from kvtransfer.base import PoolMemory, Transport
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
-from worker.context import EXIT_RESTART, LoadedEngine, WorkerContext
+from worker.context import EXIT_RESTART, ExpectedMemory, LoadedEngine, WorkerContext
 from worker.grammars import load_grammars
 from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
 from worker.load_report import LoadReporter, load_from_stats
 from worker.prefill_client import PrefillClient
+from worker.residency import Residency
 from worker.service import MakeDecodePart, MakePrefillPart, WorkerService
 from worker.session_server import HELLO_BYTES, SessionServer
+from worker.shared_device import private_bytes, share_device
 from worker.watchdog import HANG_S, hang
 
 log = logging.getLogger(__name__)
@@ -89,6 +92,7 @@ class Worker:
         build_engine: Builds the engine; runs on the engine's thread.
         make_engine: Makes the AsyncEngine.
         open_transport: Opens the transport over the engine's pool.
+        expect_memory: Returns what the model will take; runs on another thread, and only if its device is shared.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Worker:
         build_engine: Callable[[WorkerSettings], LoadedEngine],
         make_engine: MakeEngine = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
+        expect_memory: Callable[[WorkerSettings], ExpectedMemory] = lambda settings: ExpectedMemory(0, ""),
     ) -> None:
         self._settings = settings
         self._started_as = self._role = role
@@ -108,12 +113,14 @@ class Worker:
         self._build_engine = build_engine
         self._make_engine = make_engine
         self._open_transport = open_transport
+        self._expect_memory = expect_memory
         self._model_digest = b""
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = self.session_address = ""
         self.lifecycle = Lifecycle(settings.drain_s, self._load_changed)
         self._stats = EngineStats.empty()
         self._reporter: LoadReporter | None = None
+        self._residency: Residency | None = None
         self._down = contextlib.AsyncExitStack()
 
     async def run(self) -> int:
@@ -151,9 +158,12 @@ class Worker:
         host = advertised_host(settings)
         self._secret = cluster_secret(settings)
         self._redis = _redis(settings.redis_url)
+        self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
+        expected, before = await self._take_turn(), private_bytes()
         self._engine = self._make_engine(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
+        memory_bytes = max(private_bytes() - before - settings.host_kv_memory, expected)
         loaded = self._loaded
         self._model_digest = await asyncio.to_thread(model_digest, Path(settings.model)) if settings.model else b""
         self._grammars = await load_grammars(loaded.grammars_of, loaded.limits.vocab_size)
@@ -201,8 +211,31 @@ class Worker:
         self._watch("a step", lambda: self._engine.pass_number, loaded.progress)
         self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk_number, lambda: 0)
         await self._listen(host)
+        if self._residency is not None:
+            await self._residency.begin(None, memory_bytes)
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, without_fingerprint(self.address))
+
+    async def _take_turn(self) -> int:
+        """Waits until the model may be loaded; returns the bytes that it is expected to take."""
+        settings = self._settings
+        if settings.device_memory is None:
+            return 0
+        expected = await asyncio.to_thread(self._expect_memory, settings)
+        self._residency = share_device(
+            settings,
+            self.id,
+            self._started_as,
+            expected,
+            self._redis,
+            self._secret,
+            fail=lambda reason: self._service.fail_all(reason),
+            changed=self._load_changed,
+            on_failure=lambda error: self.lifecycle.stop(f"sharing the device failed: {error!r}", EXIT_RESTART),
+        )
+        self._down.push_async_callback(_bounded, self._residency.close, "the device's record")
+        await self._residency.take_turn()
+        return expected.size
 
     def _build(self) -> Engine:
         self._loaded = self._build_engine(self._settings)
@@ -239,7 +272,6 @@ class Worker:
             self.address, self.session_address = map(certificate.named_in, (self.address, self.session_address))
 
     async def _take_lease(self, host: str) -> None:
-        self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
         member = Member(
             id=self.id,
             kind=self._started_as,
@@ -283,6 +315,8 @@ class Worker:
         load = load_from_stats(self._stats, self._state)
         load.role = _ROLES[self._role]
         self._service.add_load(load)
+        if self._residency is not None:
+            load.residency.CopyFrom(self._residency.report())
         return load
 
     def _hello(self) -> pb.Hello:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cpd.common.errors import TransferError
 from kvtransfer import addresses
-from kvtransfer.nixl.process import ProcessIdentity
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.session.frames import CONNECTION_BYTES
 
 _SENDER = struct.Struct(f"<??{CONNECTION_BYTES}s16sQQQ")

@@ -20,7 +20,7 @@ from kvtransfer.nixl.agent import Agent, options
 from kvtransfer.nixl.connection import Connection
 from kvtransfer.nixl.handshake import ReceiverPool, SenderDetails
 from kvtransfer.nixl.page_stream import PageStreamReceiver
-from kvtransfer.nixl.process import ProcessIdentity, wait_until_ended
+from cpd.common.process_identity import ProcessIdentity, wait_until_ended
 from kvtransfer.nixl.writer import Writer
 from kvtransfer.segments import Run, resolve_runs
 from kvtransfer.session import frames

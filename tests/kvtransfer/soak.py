@@ -17,7 +17,7 @@ import time
 import kvtransfer
 from cpd.common.errors import TransferError
 from kvtransfer.base import Transport
-from kvtransfer.nixl.process import ProcessIdentity
+from cpd.common.process_identity import ProcessIdentity
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import Remote, within
 from tests.waiting import eventually

@@ -15,7 +15,7 @@ import kvtransfer
 from cpd.common.errors import TransferError
 from kvtransfer.base import Landing, Transport
 from kvtransfer.landings import LandingEntry
-from kvtransfer.nixl.process import ProcessIdentity
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.session.sending import Sending

@@ -1,11 +1,13 @@
-"""Which process is at the other end of a connection, and proof that it has ended.
+"""Which process a peer is, and proof that it has ended.
 
-A stopped process that continues goes on with the write it was stopped in. Only its end proves that it will not, and a
-pidfd shows that without mistaking a new process for it.
+A stopped process that continues goes on with what it was stopped in. Only its end proves that it will not, and a pidfd
+shows that without mistaking a new process for it.
 """
 
 import asyncio
+import errno
 import os
+import select
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +49,15 @@ class ProcessIdentity:
 
     @property
     def alive(self) -> bool:
-        """True if this process, which must be of this machine, runs."""
+        """True if this process, which must be of this machine, runs or is stopped. A zombie has ended."""
         if (pidfd := self.open()) is None:
             return False
-        os.close(pidfd)
-        return True
+        try:
+            ended = select.poll()
+            ended.register(pidfd, select.POLLIN)  # readable once all of its threads have ended
+            return not ended.poll(0)
+        finally:
+            os.close(pidfd)
 
     def open(self) -> int | None:
         """A pidfd of this process, which must be of this machine. The caller closes it. None if it has ended."""
@@ -59,6 +65,10 @@ class ProcessIdentity:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return None
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # the ID is that of another process's thread by now
+                return None
+            raise
         try:
             # The ID may be another process's by now. If this is the right one, the pidfd stays bound to it.
             if _started(self.pid) == self.started:
