@@ -405,7 +405,11 @@ class Residency:
     async def _sleep(self, resident: Resident) -> None:
         await self._staging_done()
         began_s = time.monotonic()
-        held_bytes = await resident.sleep()
+        try:
+            held_bytes = await resident.sleep()
+        except CPDError as error:
+            log.error("the memory stays reserved until this process has ended, which it does: %s", error)
+            return
         entry = self._own.entry
         entry = replace(
             entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s

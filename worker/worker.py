@@ -151,6 +151,10 @@ class Worker:
             self._role = role
             self._load_changed()
 
+    def fail_requests(self, reason: str) -> None:
+        """Fails all requests, because the model is asleep and can't wake."""
+        self._service.fail_all(reason)
+
     # ---- start: each part pushes its close on the stack ----
 
     async def _start(self) -> None:
@@ -229,7 +233,7 @@ class Worker:
             expected,
             self._redis,
             self._secret,
-            fail=lambda reason: self._service.fail_all(reason),
+            fail=self.fail_requests,
             changed=self._load_changed,
             on_failure=lambda error: self.lifecycle.stop(f"sharing the device failed: {error!r}", EXIT_RESTART),
         )
