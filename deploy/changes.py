@@ -346,8 +346,11 @@ class Changes:
         """Raises CheckpointError if this machine has no memory for more workers."""
         settings = self._plan.settings
         counts = Counter(spec.serves for spec in new if spec.is_worker)
-        if counts and settings.device == "cpu" and settings.device_memory is None and not (
-            settings.ray_address or settings.simulate
+        if (
+            counts
+            and settings.device == "cpu"
+            and settings.device_memory is None
+            and not (settings.ray_address or settings.simulate)
         ):
             check_models(
                 [

@@ -187,7 +187,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
         if awake > settings.device_memory:
             raise ConfigError(
                 f"the model could never be awake: weights of {_gib(plan.weight_bytes)} and a KV pool of {_gib(pool)} "
-                f"do not fit into --device-memory, which is {_gib(settings.device_memory)}; lower --kv-memory or raise it"
+                f"do not fit into --device-memory, which is {_gib(settings.device_memory)}; lower --kv-memory"
             )
         if settings.ray_address:
             return settings.device, awake

@@ -113,9 +113,7 @@ def expected_memory(settings: WorkerSettings) -> ExpectedMemory:
     weights = model_fingerprint(directory, config, plan.dtype, plan.kv_dtype).hex()
     names = ("max_model_len", "max_num_seqs", "token_budget", "colocate")
     essentials = json.dumps([weights, pool_bytes, *(getattr(settings, name) for name in names)])
-    return ExpectedMemory(
-        plan.weight_bytes + pool_bytes, blake2b(essentials.encode(), digest_size=16).hexdigest()
-    )
+    return ExpectedMemory(plan.weight_bytes + pool_bytes, blake2b(essentials.encode(), digest_size=16).hexdigest())
 
 
 def _directory(settings: WorkerSettings) -> Path:

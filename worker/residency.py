@@ -102,8 +102,7 @@ class Residency:
         self._given_up = False  # those that wait now were told to fail
         self._waiting = 0
         self._wakes, self._waited_s = 0, 0.0
-        self._stage_due = False
-        self._largest_staged = 0
+        self._stages, self._stage_due = staging_bytes > 0, False
         self._away = False
         self._told_holders = ""
         self._look_now = asyncio.Event()
@@ -137,10 +136,10 @@ class Residency:
             ConfigError: It takes more than there is.
         """
         self._resident = resident
-        entry = replace(
-            self._own.entry, memory_bytes=memory_bytes, wake_s=time.monotonic() - self._loading_since_s
-        )
-        pin = True if resident is None else self._own.pin
+        entry = replace(self._own.entry, memory_bytes=memory_bytes, wake_s=time.monotonic() - self._loading_since_s)
+        pin = self._own.pin
+        if resident is None:
+            pin, entry = True, replace(entry, idle_timeout_s=0.0)
         self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True, pin=pin)
         self._stage_due = True
         self._look_now.set()
@@ -231,9 +230,8 @@ class Residency:
         if not self._away:
             log.warning("Redis does not answer, so no model sleeps or wakes: %s", error)
         self._away = True
-        if self._resident is not None and self._own.phase is Phase.AWAKE and self._own.drains:
-            self._own = replace(self._own, drains=False)
-            self._resident.undrain()
+        if self._own.phase is Phase.AWAKE:
+            self._drain(False)
 
     async def _look(self) -> float:
         """Takes a turn and acts on it; returns when to look again, in seconds."""
@@ -282,7 +280,8 @@ class Residency:
             return Activity()
         facts = self._resident.facts(time.monotonic())
         self._waiting = facts.waiting
-        self._largest_staged = max(self._largest_staged, facts.staged_bytes)
+        if facts.staged_bytes > self._staging_bytes:
+            self._stages = False
         if not facts.waiting:
             self._given_up = False
         deadlines = sorted(_bounded(one + ahead_s) for one in facts.deadlines if isfinite(one))
@@ -334,11 +333,9 @@ class Residency:
             self._load()
         elif entry.state is State.SLEEPING and own.phase is Phase.AWAKE:
             self._free(entry.memory_bytes)
-        elif own.phase is Phase.AWAKE and self._resident is not None:
-            if (drains := entry.state is State.DRAINING) != own.drains:
-                self._own = replace(self._own, drains=drains)
-                (self._resident.drain if drains else self._resident.undrain)()
-        if own.starts and own.phase is Phase.AWAKE:
+        elif own.phase is Phase.AWAKE:
+            self._drain(entry.state is State.DRAINING)
+        if own.starts and own.phase is Phase.AWAKE and entry.state is not State.WAKING:
             self._own = replace(self._own, starts=False)
             if not self._begun.done():
                 self._begun.set_result(None)
@@ -348,10 +345,16 @@ class Residency:
         if after != before:
             self._changed()
 
+    def _drain(self, drains: bool) -> None:
+        """Lets requests wait or run, if that changes."""
+        if self._resident is not None and drains != self._own.drains:
+            self._own = replace(self._own, drains=drains)
+            (self._resident.drain if drains else self._resident.undrain)()
+
     def _tell_who_holds(self, record: Record) -> None:
         holders = ", ".join(sorted(one.id for one in record.entries if one.state is not None))
         if holders and holders != self._told_holders:
-            log.info("waiting for its turn to load: %s on the device", holders)
+            log.info("waiting for its turn to load; on the device: %s", holders)
         self._told_holders = holders
 
     def _given_up_because(self, reason: str) -> None:
@@ -389,17 +392,16 @@ class Residency:
 
     def _free(self, reserved_bytes: int) -> None:
         own = self._own
-        if self._resident is None:  # it can't sleep, and has just started with more than there is
-            takes, free = (f"{size / 2**30:.2f} GiB" for size in (own.entry.memory_bytes, reserved_bytes))
-            self._refuse(self._begun, f"it takes {takes} awake, more than the {free} that were free")
+        if self._resident is None:  # it can't sleep
+            if own.starts:
+                takes, free = (f"{size / 2**30:.2f} GiB" for size in (own.entry.memory_bytes, reserved_bytes))
+                self._refuse(self._begun, f"it takes {takes} awake, more than the {free} that were reserved")
             return
         if own.starts and own.entry.memory_bytes > own.total_bytes:
             self._refuse(self._begun, never_fits(own.entry.id, own.entry.memory_bytes, own.total_bytes))
             return
-        self._own = replace(own, phase=Phase.FREEING)
-        if not own.drains:
-            self._own = replace(self._own, drains=True)
-            self._resident.drain()
+        self._drain(True)
+        self._own = replace(self._own, phase=Phase.FREEING)
         self._working = self._start_task(self._sleep(self._resident), "sleep")
 
     async def _sleep(self, resident: Resident) -> None:
@@ -411,9 +413,7 @@ class Residency:
             log.error("the memory stays reserved until this process has ended, which it does: %s", error)
             return
         entry = self._own.entry
-        entry = replace(
-            entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s
-        )
+        entry = replace(entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s)
         self._own = replace(self._own, phase=Phase.ASLEEP, entry=entry)
         log.info("asleep after %.2f s", entry.sleep_s)
         self._look_now.set()
@@ -434,7 +434,7 @@ class Residency:
                 resident.unstage()
             return
         due = (self._stage_due and state is State.SERVING) or (taken.stage and state is None)
-        if due and 0 < self._staging_bytes >= self._largest_staged:
+        if due and self._stages:
             self._stage_due = False
             self._staging = self._start_task(self._stage_now(resident), "stage")
 
@@ -442,6 +442,7 @@ class Residency:
         try:
             await resident.stage()
         except CPDError as error:
+            self._stages = False
             log.warning("the weights can't be staged: %s", error)
         self._look_now.set()
 

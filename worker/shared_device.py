@@ -18,7 +18,7 @@ from cpd.residency.turn import Own
 from worker.context import ExpectedMemory
 from worker.residency import Residency
 
-_POLICIES = {"rule": Rule, "predicted": Predicted}
+_POLICIES: dict[str, type[Rule] | type[Predicted]] = {"rule": Rule, "predicted": Predicted}
 
 _FIRST_WAKE_S, _DISK_BYTES_S, _STAGED_BYTES_S, _SLEEP_S = 2.0, 0.5e9, 2e9, 0.1
 """Predictions for a model that was never awake."""

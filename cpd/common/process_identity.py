@@ -66,7 +66,7 @@ class ProcessIdentity:
         except ProcessLookupError:
             return None
         except OSError as error:
-            if error.errno == errno.EINVAL:  # the ID is that of another process's thread by now
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # the ID is that of another process's thread by now
                 return None
             raise
         try:

@@ -243,4 +243,4 @@ class Ledger:
 
 def pause_s(attempt: int) -> float:
     """Returns how long to wait after a conflict, at random, so that not all try again at once."""
-    return random.random() * min(_LONGEST_PAUSE_S, 0.002 * 2 ** min(attempt, 10))
+    return random.uniform(0, min(_LONGEST_PAUSE_S, 0.002 * 2.0 ** min(attempt, 10)))

@@ -56,9 +56,9 @@ class Owner:
     """The process that an entry belongs to; see `ProcessIdentity`."""
 
     boot: str
-    pid_namespace: int
-    pid: int
-    started: int
+    pid_namespace: Number
+    pid: Annotated[int, Field(gt=0, lt=1 << 31)]
+    started: Annotated[int, Field(ge=0)]
 
     @classmethod
     def of(cls, process: ProcessIdentity) -> "Owner":
@@ -315,9 +315,7 @@ def _model(one: Entry, *, pinned: bool) -> Model:
     return Model(
         one.id,
         max(1, one.memory_bytes - one.held_bytes),
-        Fairness(
-            min_runtime_s=one.min_runtime_s, max_wait_time_s=one.max_wait_time_s, popular=one.popular or pinned
-        ),
+        Fairness(min_runtime_s=one.min_runtime_s, max_wait_time_s=one.max_wait_time_s, popular=one.popular or pinned),
         SleepSettings(idle_timeout_s=one.idle_timeout_s, drain_timeout_s=one.drain_timeout_s),
         one.wake_s,
         one.sleep_s,

@@ -176,13 +176,14 @@ def _described(record: Record, own: Own, worker: str, now: float) -> Record:
         record = measured(record, own.fingerprint, memory_bytes)
     else:
         memory_bytes = record.measured.get(own.fingerprint, memory_bytes)
-    if record.find(worker) is None:
+    if record.of(own.entry.owner) is None:
         if not record.entries:
             record = replace(record, total_bytes=own.total_bytes)
         return joined(record, replace(own.entry, memory_bytes=memory_bytes, state=None, since_s=now, needed_by=""))
     before = record.get(worker)
-    # While it is awake, it never reserves more than there is.
-    if before.state is not None and not (own.measured and fits(record, before, memory_bytes)):
+    # While it has its memory, it reserves more only if that is free.
+    has_memory = before.state is not None and own.phase is not Phase.ASLEEP
+    if has_memory and not (own.measured and fits(record, before, memory_bytes)):
         memory_bytes = before.memory_bytes
     described = replace(
         own.entry,

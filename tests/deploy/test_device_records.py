@@ -20,7 +20,7 @@ async def record_of(url: str, host: str) -> Record | None:
         return (await Ledger(redis, "c", SECRET, host).look()).record
 
 
-async def keys(url: str) -> list[bytes]:
+async def keys(url: str) -> list[bytes | str]:
     async with Redis.from_url(url) as redis:
         return list(await redis.keys("*"))
 

@@ -16,8 +16,8 @@ import time
 
 import kvtransfer
 from cpd.common.errors import TransferError
-from kvtransfer.base import Transport
 from cpd.common.process_identity import ProcessIdentity
+from kvtransfer.base import Transport
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import Remote, within
 from tests.waiting import eventually

@@ -1,4 +1,4 @@
-"""`python -m tests.worker.resident_process URL CLUSTER NAME TOTAL SIZE`: a worker whose model is memory and nothing else.
+"""`python -m tests.worker.resident_process URL CLUSTER NAME TOTAL SIZE`: a worker whose model is only memory.
 
 Reads a line for each request from standard input: the seconds that it runs. Says `begun` when it serves.
 """
@@ -7,6 +7,7 @@ import asyncio
 import mmap
 import sys
 import time
+from itertools import count
 
 import uvloop
 from redis.asyncio import Redis
@@ -34,7 +35,8 @@ class Model:
         self._size = size
         self._memory: mmap.mmap | None = None
         self._waiting: list[float] = []
-        self._running: dict[asyncio.TimerHandle, float] = {}
+        self._running: dict[int, tuple[asyncio.TimerHandle, float]] = {}
+        self._numbers = count()
         self._takes = True
         self._last_access = time.monotonic()
 
@@ -53,8 +55,9 @@ class Model:
 
     def _run(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        handle = loop.call_later(seconds, lambda: self._running.pop(handle))
-        self._running[handle] = seconds
+        number = next(self._numbers)
+        handle = loop.call_later(seconds, self._running.pop, number)
+        self._running[number] = handle, seconds
 
     async def wake(self) -> int:
         await asyncio.sleep(STEP_S / 2)
@@ -79,7 +82,7 @@ class Model:
             self._run(seconds)
 
     async def sleep(self) -> int:
-        for handle, seconds in self._running.items():
+        for handle, seconds in self._running.values():
             handle.cancel()
             self._waiting.append(seconds)
         self._running.clear()

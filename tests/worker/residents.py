@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-
 from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
@@ -11,7 +10,7 @@ from cpd.common.process_identity import ProcessIdentity
 from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import Ledger
 from cpd.residency.predicted import Predicted
-from cpd.residency.record import Entry, Owner, Record
+from cpd.residency.record import Entry, Owner
 from cpd.residency.rule import Rule
 from cpd.residency.turn import Own
 from tests.waiting import DEADLINE_S, eventually
@@ -113,7 +112,9 @@ class SharingWorker:
         self.broken: list[BaseException] = []
         self.resident = FakeResident(self.name, size, memory)
         settings = {"min_runtime_s": 0.3, "max_wait_time_s": 0.2, "drain_timeout_s": 0.3, "wake_s": 0.5, "sleep_s": 0.1}
-        self.owner = Owner.of(replace(own, pid_namespace=own.pid_namespace + 1 + number))  # nobody sees that it has ended
+        self.owner = Owner.of(
+            replace(own, pid_namespace=own.pid_namespace + 1 + number)
+        )  # nobody sees that it has ended
         self.ledger = Ledger(redis, cluster, ClusterSecret("secret"), "here")
         entry = Entry(
             self.name,
@@ -166,4 +167,3 @@ class SharingWorker:
 
 
 _STATES = {1: "serving", 2: "asleep", 3: "waking", 4: "draining"}
-

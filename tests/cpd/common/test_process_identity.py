@@ -22,10 +22,11 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_not_even_before_it_was_w
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not identity.alive
+        process.wait()
+        assert identity.open() is None
     finally:
         process.kill()
         process.wait()
-    assert not identity.alive
 
 
 def test_another_process_with_the_same_id_is_not_taken_for_it() -> None:

@@ -81,7 +81,8 @@ async def test_of_two_wakers_on_one_version_one_wins(redis: Redis) -> None:
     assert records[0] is not None
     assert records[1] is not None
     won = await asyncio.gather(
-        a.write(looks[0], woken(records[0], "w1", looks[0].now)), b.write(looks[1], woken(records[1], "w2", looks[1].now))
+        a.write(looks[0], woken(records[0], "w1", looks[0].now)),
+        b.write(looks[1], woken(records[1], "w2", looks[1].now)),
     )
     assert sorted(won) == [False, True]
     assert (a.conflicts, b.conflicts) in ((0, 1), (1, 0))
@@ -104,7 +105,7 @@ async def test_versions_grow_even_if_redis_clock_is_set_back(redis: Redis) -> No
     one = ledger(redis)
     await one.start(10)
     value = await redis.hget(KEY, "record")
-    assert value is not None
+    assert isinstance(value, bytes)
     ahead = int(value.split()[0]) + 10**9
     await redis.hset(KEY, "record", str(ahead).encode() + b" " + value.split(b" ", 1)[1])
     look = await one.look()
@@ -156,7 +157,7 @@ async def test_a_record_without_the_clusters_signature_counts_as_lost(redis: Red
     assert (look.record, look.telling) == (None, {})
     await one.start(10)
     signed = await redis.hget(KEY, "record")
-    assert signed is not None
+    assert isinstance(signed, bytes)
     await redis.hset(KEY, "record", signed.replace(b'"total_bytes":10', b'"total_bytes":99'))
     assert (await one.look()).record is None
     await redis.hset("cpd:c:device:there", "record", signed)

@@ -34,7 +34,8 @@ NOW = 1_000.0
 
 seconds = st.floats(0, MOST_S)
 sizes = st.integers(0, 1 << 60)
-owners = st.builds(Owner, st.text(max_size=32), st.integers(), st.integers(), st.integers())
+numbers = st.integers(0, 1 << 32)
+owners = st.builds(Owner, st.text(max_size=32), numbers, st.integers(1, (1 << 31) - 1), numbers)
 entries = st.builds(
     Entry,
     id=st.text(max_size=9),
@@ -97,7 +98,7 @@ def edited(**changes: Any) -> bytes:
     ("data", "reason"),
     [
         (b"", "Invalid JSON"),
-        (b"[]", "valid"),
+        (b"[]", "Input should be an object"),
         (edited(total_bytes=-1), "total_bytes: .* greater than or equal to 0"),
         (edited(total_bytes="9"), "total_bytes: .* valid integer"),
         (edited(settles_at_s=None), "settles_at_s"),
@@ -215,9 +216,5 @@ def test_a_process_is_gone_only_if_the_observer_can_see_that() -> None:
     assert Owner.of(ended).is_gone(own)
     assert not Owner.of(replace(ended, boot=bytes(16))).is_gone(own)
     assert not Owner.of(replace(ended, pid_namespace=own.pid_namespace + 1)).is_gone(own)
-    for damaged in (
-        replace(Owner.of(ended), boot="nonsense"),
-        replace(Owner.of(ended), pid=1 << 40),
-        replace(Owner.of(ended), pid=-1),
-    ):
-        assert not damaged.is_gone(own)
+    assert not replace(Owner.of(ended), boot="nonsense").is_gone(own)
+    assert not replace(Owner.of(ended), pid=1 << 40).is_gone(own)
