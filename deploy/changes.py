@@ -241,6 +241,8 @@ class Changes:
         surge = None
         if kind == "simulated":
             tell("The simulated workers run in one process: requests wait while it restarts")
+        elif kind != "router" and self._plan.settings.device_memory is not None:
+            tell("On a shared device no additional worker stands in: requests wait or go elsewhere meanwhile")
         else:
             surge = self._surge(kind, serves, tell)
         try:

@@ -53,9 +53,7 @@ class ProcessIdentity:
         if (pidfd := self.open()) is None:
             return False
         try:
-            ended = select.poll()
-            ended.register(pidfd, select.POLLIN)  # readable once all of its threads have ended
-            return not ended.poll(0)
+            return not _has_ended(pidfd)
         finally:
             os.close(pidfd)
 
@@ -71,10 +69,11 @@ class ProcessIdentity:
             raise
         try:
             # The ID may be another process's by now. If this is the right one, the pidfd stays bound to it.
-            if _started(self.pid) == self.started:
-                return pidfd
-        except (FileNotFoundError, ProcessLookupError):
-            pass  # the process has ended meanwhile
+            is_the_one = _started(self.pid) == self.started
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile, or another user's, which /proc may hide
+            is_the_one = not _has_ended(pidfd)
+        if is_the_one:
+            return pidfd
         os.close(pidfd)
         return None
 
@@ -92,6 +91,12 @@ async def wait_until_ended(process: ProcessIdentity) -> None:
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)  # readable once all threads of the process have ended
+    return bool(poll.poll(0))
 
 
 def _started(pid: int) -> int:

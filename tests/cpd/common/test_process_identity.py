@@ -4,6 +4,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from cpd.common.process_identity import ProcessIdentity
 
@@ -52,3 +55,24 @@ def test_a_thread_with_the_id_of_an_ended_process_is_not_taken_for_it() -> None:
     finally:
         ended.set()
         thread.join()
+
+
+def test_a_process_that_is_hidden_from_this_user_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = sleeper()
+    try:
+        identity = ProcessIdentity.of(process.pid)
+        real = Path.read_text
+
+        def hidden(path: Path) -> str:
+            if str(process.pid) in path.parts:
+                raise FileNotFoundError
+            return real(path)
+
+        monkeypatch.setattr(Path, "read_text", hidden)
+        assert identity.alive
+        process.kill()
+        process.wait()
+        assert not identity.alive
+    finally:
+        process.kill()
+        process.wait()

@@ -380,9 +380,9 @@ def test_many_workers_in_two_places_are_all_served_as_promised(policy: Residency
     ends: dict[str, float] = {}
     done: dict[str, float] = {}
     waits: list[tuple[float, float]] = []
-    for tick in range(4_000):
+    for tick in range(2_000):
         world.now += 0.1
-        if tick < 3_000 and tick % 37 == 0:
+        if tick < 1_400 and tick % 37 == 0:
             world.request(workers[(tick // 37 * 5) % 6])
         for one in workers:
             if one.own.phase in (Phase.LOADING, Phase.FREEING) and world.now >= done.setdefault(
@@ -400,7 +400,7 @@ def test_many_workers_in_two_places_are_all_served_as_promised(policy: Residency
         assert reserved(world) <= TOTAL
         assert sum(one.held for one in workers) <= TOTAL
     assert not any(one.waiting or one.failures for one in workers)
-    assert len(waits) > 20
+    assert len(waits) > 10
     # A look may come a tenth of a second late at each of a few steps.
     assert all(took_s <= promised_s + 1 for took_s, promised_s in waits)
 
