@@ -41,7 +41,7 @@ class Model:
         self._last_access = time.monotonic()
 
     def load(self) -> int:
-        self._memory = mmap.mmap(-1, self._size)
+        self._memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for offset in range(0, self._size, mmap.PAGESIZE):
             self._memory[offset] = 1
         return self._size
