@@ -74,9 +74,13 @@ async def test_a_worker_starts_in_its_turn_and_serves(make: MakeWorker) -> None:
     assert not record.intents
 
 
-async def test_models_that_do_not_fit_together_take_turns_at_the_start(make: MakeWorker) -> None:
+async def test_models_that_do_not_fit_together_take_turns_at_the_start(
+    make: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
     workers = [make(6, min_runtime_s=30.0) for _ in range(3)]
-    await asyncio.gather(*(one.start() for one in workers))
+    with caplog.at_level(logging.INFO):
+        await asyncio.gather(*(one.start() for one in workers))
+    assert "waiting for its turn to load; on the device: w" in caplog.text
     assert sum(one.is_serving for one in workers) <= 1
     await eventually(lambda: sum(one.state == "asleep" for one in workers) == 2)
     assert (await record_of(workers[0])).reserved_bytes == 6
@@ -279,3 +283,19 @@ async def test_a_worker_that_stops_keeps_what_it_holds_and_waits_no_longer(make:
     record = await record_of(a)
     assert [one.id for one in record.entries] == [a.name]
     assert (record.reserved_bytes, record.intents) == (6, ())
+
+
+async def test_the_next_model_is_staged_while_its_victim_drains(make: MakeWorker) -> None:
+    a, b = (make(6, predicted=True, staging=10, drain_timeout_s=60.0, max_wait_time_s=0.5) for _ in range(2))
+    await a.start()
+    await b.start()
+    await a.becomes("asleep")
+    a.resident.staged = 0
+    a.resident.log.clear()
+    b.request()
+    a.request()
+    await eventually(lambda: "stage" in a.resident.log)
+    assert b.state in ("serving", "draining")
+    b.resident.running = 0
+    await a.becomes("serving")
+    assert a.resident.log[:2] == ["stage", "wake"]
