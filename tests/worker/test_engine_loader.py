@@ -32,7 +32,7 @@ def test_what_a_model_will_take_is_known_before_it_is_loaded(checkpoint: MakeChe
     larger = engine_loader.expected_memory(settings.model_copy(update={"kv_memory": 1 << 21}))
     assert larger.size == expected.size + (1 << 20)
     assert larger.fingerprint != expected.fingerprint
-    other = engine_loader.expected_memory(settings.model_copy(update={"model": str(checkpoint("llama"))}))
+    other = engine_loader.expected_memory(settings.model_copy(update={"model": str(checkpoint("llama2"))}))
     assert other.fingerprint != expected.fingerprint
 
 
