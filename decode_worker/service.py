@@ -182,6 +182,12 @@ class DecodeService:
         """Tells the routers to move this worker's requests, which they do as soon as another worker can take them."""
         self._context.load_changed()
 
+    def fail_all(self, reason: str) -> None:
+        """Fails every request: the model is asleep, and can't wake."""
+        for request in list(self._requests.values()):
+            request.refuse(pb.Refusal.KIND_FAILED, reason)
+            self._abort(request, [])
+
     async def stop(self) -> None:
         """Sends every request back to its router.
 

@@ -38,7 +38,7 @@ _COUNTS = ("combined", "prefill", "routers")
 FIXED = {
     *("model", "models", "dtype", "device", "max_model_len", "transport", "simulate", "served_model_name"),
     *("cluster", "host", "port", "redis_url", "ray_address", "secret_file", "detach"),
-    *("tls_cert", "tls_key", "log_format", "planner", "min_workers", "max_workers"),
+    *("tls_cert", "tls_key", "log_format", "planner", "min_workers", "max_workers", "device_memory"),
 }
 """Settings on which all processes must agree, or that belong to the launcher."""
 
@@ -241,6 +241,8 @@ class Changes:
         surge = None
         if kind == "simulated":
             tell("The simulated workers run in one process: requests wait while it restarts")
+        elif kind != "router" and self._plan.settings.device_memory is not None:
+            tell("On a shared device no additional worker stands in: requests wait or go elsewhere meanwhile")
         else:
             surge = self._surge(kind, serves, tell)
         try:
@@ -346,7 +348,12 @@ class Changes:
         """Raises CheckpointError if this machine has no memory for more workers."""
         settings = self._plan.settings
         counts = Counter(spec.serves for spec in new if spec.is_worker)
-        if counts and settings.device == "cpu" and not settings.ray_address and not settings.simulate:
+        if (
+            counts
+            and settings.device == "cpu"
+            and settings.device_memory is None
+            and not (settings.ray_address or settings.simulate)
+        ):
             check_models(
                 [
                     settings.of_model(serves).model_copy(update={"combined": count, "prefill": 0})

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpd.common.errors import CheckpointError, CPDError
-from cpd.common.settings import ClusterSettings
+from cpd.common.blocks import POOL_BYTES
+from cpd.common.errors import CheckpointError, ConfigError, CPDError
+from cpd.common.settings import NO_SHARED_GPU, ClusterSettings
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -35,6 +36,8 @@ def resolve_model(model: str) -> Path:
 def check_models(models: Sequence[ClusterSettings]) -> str:
     """Checks all models of a cluster, and whether their workers fit on this machine together.
 
+    On a shared device each of them must fit beside the popular ones.
+
     Args:
         models: The settings of each one's workers.
 
@@ -43,16 +46,53 @@ def check_models(models: Sequence[ClusterSettings]) -> str:
 
     Raises:
         CheckpointError: One can't be served with its settings; the message says why.
+        ConfigError: Some can't be on a shared device together.
     """
     workers = sum(one.combined + one.prefill for one in models)
     device, taken = "", 0
+    awake: list[tuple[ClusterSettings, int]] = []
     for one in models:
         try:
             device, more = _check(resolve_model(one.model), one, workers, taken)
         except CheckpointError as error:
             raise CheckpointError(f"{one.served_model_name}: {error}" if len(models) > 1 else str(error)) from None
-        taken += more
+        awake.append((one, more))
+        if one.device_memory is None:
+            taken += more
+    check_popular(awake)
     return device
+
+
+def check_popular(awake: Sequence[tuple[ClusterSettings, int]]) -> None:
+    """Checks that popular models fit on a shared device together, and leave room for each other one.
+
+    Args:
+        awake: The settings of each model's workers, and the memory that one of them takes while it is awake.
+
+    Raises:
+        ConfigError: They don't.
+    """
+    popular = [(one, size) for one, size in awake if one.fairness.popular]
+    for one, size in awake:
+        total = one.device_memory
+        if total is None or one.ray_address or not popular:
+            continue
+        held = sum(each.combined * taken for each, taken in popular)
+        names = ", ".join(f"{each.served_model_name} {_gib(each.combined * taken)}" for each, taken in popular)
+        if held > total:
+            raise ConfigError(
+                f"popular models take {_gib(held)} together ({names}), and --device-memory is {_gib(total)}: "
+                "nobody may displace them, so fewer can be popular"
+            )
+        if not one.fairness.popular and held + size > total:
+            raise ConfigError(
+                f"{one.served_model_name} takes {_gib(size)} while it is awake, and popular models ({names}) "
+                f"leave {_gib(total - held)} of --device-memory: it could never be awake"
+            )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def check_model(directory: Path, settings: ClusterSettings) -> str:
@@ -114,7 +154,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
 
     Returns:
         The device to run on (`cpu` or `cuda` with a local Ray, else the setting), and the memory that these workers
-        take, if it is the host's.
+        take, if it is the host's; on a shared device, what one of them takes while it is awake.
 
     Raises:
         CPDError: The checkpoint cannot be served with these settings.
@@ -122,7 +162,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
     import torch
 
     from cpd.performance.model import Profile
-    from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
+    from engine.execution.memory_limits import check_host_memory, check_memory, check_shared_memory, default_pool
     from engine.execution.memory_plan import count_slots, plan_memory
     from engine.execution.torch_device import explain_gpu_errors, resolve_device
     from engine.model.config import load_config
@@ -139,12 +179,29 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
         plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
     if settings.host_kv_memory:
         count_slots(settings.host_kv_memory, plan.page_bytes)
+    own = settings.prefill + settings.combined
+    if settings.device_memory is not None:
+        pool = POOL_BYTES if settings.kv_memory is None else int(settings.kv_memory)
+        plan.in_pool(pool)
+        awake = plan.weight_bytes + pool
+        if awake > settings.device_memory:
+            raise ConfigError(
+                f"the model could never be awake: weights of {_gib(plan.weight_bytes)} and a KV pool of {_gib(pool)} "
+                f"do not fit into --device-memory, which is {_gib(settings.device_memory)}; lower --kv-memory"
+            )
+        if settings.ray_address:
+            return settings.device, awake
+        if resolve_device(settings.device).type == "cuda":
+            raise ConfigError(NO_SHARED_GPU)
+        shared = settings.device_memory + settings.staging_memory
+        check_shared_memory(shared)
+        check_host_memory(settings.host_kv_memory, own, shared)
+        return "cpu", awake
     if settings.ray_address:
         if settings.kv_memory is not None:
             plan.in_pool(settings.kv_memory)
         return settings.device, 0
     device = resolve_device(settings.device)
-    own = settings.prefill + settings.combined
     on_gpu = device.type == "cuda"
     together = sharing(workers, torch.cuda.device_count()) if on_gpu else own
     with explain_gpu_errors():

@@ -1,7 +1,8 @@
 """The resources that each process requests from Ray.
 
 A role runs only on nodes that declare its custom resource (`ray start --resources '{"cpd_prefill": 2}'`). If no node
-does, a worker takes one CPU and a router almost nothing. A local Ray declares more than any cluster needs.
+does, a worker takes one CPU; a router, and a worker on a shared device, almost nothing. A local Ray declares more than
+any cluster needs.
 
 A Ray that starts nodes by itself says so: its head declares `cpd_grows`. Then all processes are placed by role, also if
 no node with places for a role runs yet.
@@ -18,7 +19,7 @@ from deploy.processes import Kind, ProcessSpec
 LOCAL_PLACES = 1000.0
 GROWS = "cpd_grows"
 """Custom resource of a Ray that starts nodes by itself."""
-_ROUTER_CPU = 0.01
+_ALMOST_NO_CPU = 0.01
 
 
 def role_resource(kind: Kind) -> str:
@@ -78,13 +79,19 @@ def check_places(specs: Sequence[ProcessSpec], cluster_resources: Mapping[str, f
             )
 
 
-def demand_of(spec: ProcessSpec, cluster_resources: Mapping[str, float], gpus_per_worker: float) -> dict[str, float]:
-    """Returns the resources of a process."""
+def demand_of(
+    spec: ProcessSpec, cluster_resources: Mapping[str, float], gpus_per_worker: float, *, shared_device: bool = False
+) -> dict[str, float]:
+    """Returns the resources of a process.
+
+    Args:
+        shared_device: The workers of a machine share all of its cores; which of them are awake is up to the ledger.
+    """
     role = role_resource(spec.kind)
     if cluster_resources.get(role) or grows(cluster_resources):
         demand = {role: 1.0}
     else:
-        demand = {"CPU": 1.0 if spec.is_worker else _ROUTER_CPU}
+        demand = {"CPU": 1.0 if spec.is_worker and not shared_device else _ALMOST_NO_CPU}
     if spec.is_worker and gpus_per_worker:
         demand["GPU"] = gpus_per_worker
     return demand

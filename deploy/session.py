@@ -132,6 +132,16 @@ def check_hosts(session: RaySession, settings: ClusterSettings, *, embedded: boo
         )
 
 
+def host_names() -> set[str]:
+    """Returns the names of all live machines of the Ray to which this process is connected; none if it has died."""
+    if dead_process():
+        return set()
+    import ray
+
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeManagerHostname"] for node in nodes if node["Alive"]}
+
+
 def dead_process() -> str:
     """Returns which process of the local Ray has died, RAYLET before GCS; empty if neither has."""
     from ray._private.worker import _global_node as node

@@ -22,10 +22,10 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from cpd.common.errors import CPDError
+from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
-from cpd.common.settings import ClusterSettings
+from cpd.common.settings import NO_SHARED_GPU, ClusterSettings
 from cpd.common.trust import ClusterSecret, cluster_secret
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
@@ -35,6 +35,7 @@ from deploy.cluster_status import has_workers, read_leases
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.control import control_socket
 from deploy.detach import Detached, detach
+from deploy.device_records import device_records
 from deploy.endpoint import LOOPBACK, WILDCARDS, pick_port, url_of
 from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
@@ -45,7 +46,7 @@ from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
-from deploy.session import GCS, RAYLET, check_hosts, dead_process, joined_ray, local_ray
+from deploy.session import GCS, RAYLET, check_hosts, dead_process, host_names, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
@@ -271,6 +272,14 @@ def _launch(
             f" GPU use --prefill 0 --combined {session.gpus:g}",
             soft_wrap=True,
         )
+    if settings.device_memory is not None:
+        if share:
+            raise ConfigError(NO_SHARED_GPU)
+        stack.enter_context(
+            device_records(
+                settings.redis_url, settings.cluster, cluster_secret(settings), settings.device_memory, host_names
+            )
+        )
     # Not "auto": a worker that cannot use its GPU must fail, not compute on the CPU.
     settings = settings.model_copy(
         update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}
@@ -283,8 +292,8 @@ def _launch(
     cluster = stack.enter_context(
         launched(
             specs,
-            lambda spec: demand_of(spec, session.resources, share),
-            not share,
+            lambda spec: demand_of(spec, session.resources, share, shared_device=settings.device_memory is not None),
+            not share and settings.device_memory is None,
             output.say,
             GROWTH_S if session.grows else PLACEMENT_S,
         )

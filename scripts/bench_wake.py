@@ -139,6 +139,7 @@ async def main(weights: float, pool: float, rounds: int) -> None:
             load=load_engine,
             network=LocalNetwork(),
             device_memory=1 << 40,
+            staging_memory=1 << 40,
             max_model_len=4096,
             **settings,
         )

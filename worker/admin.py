@@ -14,7 +14,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.inflight import LaneKind
 from worker.async_engine import AsyncEngine
-from worker.resident import Residency
+from worker.residency import Residency
 
 _LANES: Mapping[LaneKind, pb.Lane.ValueType] = {
     "full": pb.LANE_FULL,

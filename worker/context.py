@@ -72,6 +72,19 @@ class LoadedEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedMemory:
+    """What a worker's model will take on its device, before it is loaded.
+
+    Attributes:
+        size: Of weights and KV pool, in bytes.
+        fingerprint: Equal for workers whose models take the same.
+    """
+
+    size: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerContext:
     """What a role's service (`worker/service.py`) works with.
 

@@ -1,23 +1,29 @@
 """Loads a checkpoint and builds the engine."""
 
+import json
 import logging
 import os
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from cpd.common.errors import ConfigError
-from cpd.common.settings import WorkerSettings
+from cpd.common.settings import NO_SHARED_GPU, WorkerSettings
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
 from engine.execution.cpu.lanes import core_quota, own_cores, use_threads
+from engine.execution.memory_limits import default_pool
+from engine.execution.memory_plan import plan_memory
 from engine.execution.runner import TorchRunner
-from engine.execution.torch_device import explain_gpu_errors
+from engine.execution.torch_device import explain_gpu_errors, resolve_device
+from engine.model.config import load_config
+from engine.model.weights import Checkpoint, model_fingerprint
 from engine.profile.labels import profile_labels
 from engine.profile.rough import measure_rough_profile
 from kvtransfer.base import PoolMemory
-from worker.context import LoadedEngine
+from worker.context import ExpectedMemory, LoadedEngine
 from worker.wire_format import Limits
 
 log = logging.getLogger(__name__)
@@ -32,9 +38,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
     Raises:
         CheckpointError, ConfigError: The model can't be served with these settings.
     """
-    directory = Path(settings.model)
-    if not settings.model or not directory.is_dir():
-        raise ConfigError(f"--model must name a checkpoint directory; {settings.model!r} is not one")
+    directory = _directory(settings)
     use_threads(own_cores())
     runner = TorchRunner(
         directory,
@@ -90,6 +94,34 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
         grammars_of=directory if (directory / "tokenizer.json").exists() else None,
         model_memory=runner.model_memory() if settings.device_memory is not None else None,
     )
+
+
+def expected_memory(settings: WorkerSettings) -> ExpectedMemory:
+    """Returns what the model will take on a device that it shares. Reads no weights.
+
+    Raises:
+        CheckpointError, ConfigError: The model can't be served with these settings, or not on a shared device.
+    """
+    directory = _directory(settings)
+    device = resolve_device(settings.device)
+    if device.type == "cuda":
+        raise ConfigError(NO_SHARED_GPU)
+    config = load_config(directory)
+    with Checkpoint(directory) as checkpoint:
+        plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
+    pool = settings.kv_memory
+    pool_bytes = default_pool(device, plan.weight_bytes, plan.page_bytes, 1.0) if pool is None else int(pool)
+    weights = model_fingerprint(directory, config, plan.dtype, plan.kv_dtype).hex()
+    names = ("max_model_len", "max_num_seqs", "token_budget", "colocate")
+    essentials = json.dumps([weights, pool_bytes, *(getattr(settings, name) for name in names)])
+    return ExpectedMemory(plan.weight_bytes + pool_bytes, blake2b(essentials.encode(), digest_size=16).hexdigest())
+
+
+def _directory(settings: WorkerSettings) -> Path:
+    directory = Path(settings.model)
+    if not settings.model or not directory.is_dir():
+        raise ConfigError(f"--model must name a checkpoint directory; {settings.model!r} is not one")
+    return directory
 
 
 def _profile(settings: WorkerSettings, runner: TorchRunner, here: dict[str, Any]) -> Profile:

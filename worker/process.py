@@ -27,10 +27,12 @@ def run(settings: WorkerSettings, role: Role, make_decode: MakeDecodePart, make_
     Raises:
         CPDError: The worker can't start.
     """
-    from worker.engine_loader import load_engine  # imports torch, which simulated workers don't need
+    from worker.engine_loader import expected_memory, load_engine  # imports torch, which simulated workers don't need
 
     async def serve() -> int:
-        worker = Worker(settings, role, make_decode, make_prefill, build_engine=load_engine)
+        worker = Worker(
+            settings, role, make_decode, make_prefill, build_engine=load_engine, expect_memory=expected_memory
+        )
         on_stop_signals(worker.lifecycle)
         on_failed_threads(worker.lifecycle.stop)
         return await worker.run()

@@ -1,10 +1,9 @@
-"""What decides about a worker's model and what carries it out know of each other.
+"""A worker's model: what those who decide about it (`residency.py`) and the worker's other parts see of it.
 
-residency (decides)  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  ──▶ engine, memory, transport
-        ▲──────────── request_arrived, report ──── worker
+residency  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  ──▶ engine, memory, transport
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -103,32 +102,6 @@ class Resident(Protocol):
 
     def facts(self, now: float) -> Facts:
         """Returns what a decision needs to know at the time `now`, of `time.monotonic`."""
-
-
-class Residency(Protocol):
-    """Decides when a worker's model sleeps and wakes."""
-
-    def report(self) -> pb.Residency:
-        """Returns its part of a load report."""
-
-    def request_arrived(self) -> None:
-        """Tells it that a request came."""
-
-    def sleep(self) -> None:
-        """Begins to drain the model and to put it to sleep, because a person wants it."""
-
-    def wake(self) -> None:
-        """Begins to wake the model, because a person wants it."""
-
-    def pin(self, pinned: bool) -> None:
-        """Says whether no other model may displace this one."""
-
-    async def close(self) -> None:
-        """Decides nothing any more."""
-
-
-MakeResidency = Callable[[Resident, Callable[[], None]], Residency]
-"""The second argument is called when the report may have changed."""
 
 
 class ModelUse(Protocol):

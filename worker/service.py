@@ -80,6 +80,9 @@ class DecodePart(Part, RequestHandler, Protocol):
     def pause(self) -> None:
         """Ends what needs pages of the pool, because the model goes to sleep. Requests go to the engine's queue."""
 
+    def fail_all(self, reason: str) -> None:
+        """Fails every request: the model is asleep, and can't wake."""
+
     async def stop(self) -> None:
         """Ends every request in order; returns when nothing more will be sent. It has about a second."""
 
@@ -197,6 +200,10 @@ class WorkerService:
             self._fetches[served.outcome] += 1
         else:
             self.prefill.ended(served)
+
+    def fail_all(self, reason: str) -> None:
+        """Fails every request of routers: the model is asleep, and can't wake."""
+        self.decode.fail_all(reason)
 
     # ---- the end ----
 

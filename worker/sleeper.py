@@ -76,6 +76,7 @@ class Sleeper:
         transport: Of the pool. It is open.
         release_s: Longest time in which pages must be free when the model goes to sleep.
         changed: Called when the state changes.
+        arrived: Called when a request came.
 
     Attributes:
         state: See the module.
@@ -91,6 +92,7 @@ class Sleeper:
         *,
         release_s: float,
         changed: Callable[[], None],
+        arrived: Callable[[], None],
     ) -> None:
         self.state = ModelState.SERVING
         self.took_s: dict[str, float] = {}
@@ -100,22 +102,29 @@ class Sleeper:
         self._lifecycle = lifecycle
         self._release_s = release_s
         self._changed = changed
+        self._arrived = arrived
         self._service: Pausable
         self._stats: Callable[[], EngineStats]
-        self._arrived: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, "model-memory")
         self._arrivals = 0.0  # recent ones, each with less weight as it grows old
         self._last_access = time.monotonic()
         self._refused_at = -REFUSED_S
 
-    def attach(self, service: Pausable, stats: Callable[[], EngineStats], arrived: Callable[[], None]) -> None:
+    def attach(self, service: Pausable, stats: Callable[[], EngineStats]) -> None:
         """Sets what is made after it.
 
         Args:
             stats: Returns the engine's latest figures.
-            arrived: Called when a request came.
         """
-        self._service, self._stats, self._arrived = service, stats, arrived
+        self._service, self._stats = service, stats
+
+    async def populate(self) -> int:
+        """Makes all memory of the model resident; returns how much that is, in bytes."""
+        try:
+            await self._run(self._memory.populate_pool)
+        except OSError as error:
+            log.warning("the system has no memory for all KV pages: %s", error.strerror)
+        return await self._run(self._memory.resident_bytes)
 
     # ---- what the worker's parts tell it ----
 
@@ -221,14 +230,11 @@ class Sleeper:
             await self._roll_back(repr(error))
             raise ResidencyError(repr(error)) from error
         self._enter(ModelState.SERVING)
-        try:
-            await self._run(self._memory.populate_pool)
-        except OSError as error:
-            log.warning("the system has no memory for all KV pages: %s", error.strerror)
+        resident_bytes = await self.populate()
         times.end(POOL)
         self.took_s = times.took_s
         log.info("the model is awake, after %s", times)
-        return await self._run(self._memory.resident_bytes)
+        return resident_bytes
 
     # ---- small parts ----
 

@@ -3,13 +3,15 @@
 Parts in the order of their start; each is closed before the one above it:
 
     part         runs on         what it does
+    residency    event loop      if models share the device: waits until this one may load, and decides when it sleeps
     engine       engine thread   computes (`AsyncEngine`); its runner owns the pool memory, as long as the process lives
     sleeper      event loop      if models share the device: gives the memory away and gets it back (`sleeper.py`)
     transport    event loop      reads and writes pool memory
     service      event loop      answers requests and prefill requests, with engine and transport
-    residency    event loop      if models share the device: decides when the model sleeps
     servers      event loop      take sessions and prefill requests (cpd/common/stream.py) and administration (gRPC)
     lease        event loop      lists the worker for as long as its servers listen
+
+Residency is closed a first time before everything else, so that the model stays as it is while the rest closes.
 """
 
 import asyncio
@@ -46,16 +48,17 @@ from engine.engine import Engine
 from engine.types import EngineStats
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
-from worker.context import EXIT_RESTART, LoadedEngine, WorkerContext
+from worker.context import EXIT_RESTART, ExpectedMemory, LoadedEngine, WorkerContext
 from worker.grammars import load_grammars
 from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
-from worker.hand_control import HandControl
 from worker.load_report import LoadReporter, load_from_stats
 from worker.pool_transport import OpenTransport, PoolTransport
 from worker.prefill_client import PrefillClient
-from worker.resident import AlwaysServing, MakeResidency, Residency
+from worker.residency import Residency
+from worker.resident import AlwaysServing
 from worker.service import MakeDecodePart, MakePrefillPart, WorkerService
 from worker.session_server import HELLO_BYTES, SessionServer
+from worker.shared_device import share_device
 from worker.sleeper import Sleeper
 from worker.watchdog import HANG_S, hang
 
@@ -86,7 +89,7 @@ class Worker:
         build_engine: Builds the engine; runs on the engine's thread.
         make_engine: Makes the AsyncEngine.
         open_transport: Opens a transport over the engine's pool.
-        make_residency: Makes what decides when the model sleeps, if it shares its device's memory.
+        expect_memory: Returns what the model will take; runs on another thread, and only if models share the device.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Worker:
         build_engine: Callable[[WorkerSettings], LoadedEngine],
         make_engine: MakeEngine = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
-        make_residency: MakeResidency = HandControl,
+        expect_memory: Callable[[WorkerSettings], ExpectedMemory] = lambda settings: ExpectedMemory(0, ""),
     ) -> None:
         self._settings = settings
         self._started_as = self._role = role
@@ -107,7 +110,7 @@ class Worker:
         self._build_engine = build_engine
         self._make_engine = make_engine
         self._open_transport = open_transport
-        self._make_residency = make_residency
+        self._expect_memory = expect_memory
         self._sleeper: Sleeper | None = None
         self._residency: Residency | None = None
         self._model_digest = b""
@@ -153,6 +156,9 @@ class Worker:
         host = advertised_host(settings)
         self._secret = cluster_secret(settings)
         self._redis = _redis(settings.redis_url)
+        self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
+        if settings.device_memory is not None:
+            await self._take_turn()
         self._engine = self._make_engine(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
@@ -170,6 +176,7 @@ class Worker:
                 self.lifecycle,
                 release_s=settings.prefill_progress_s,
                 changed=self._load_changed,
+                arrived=self._request_arrived,
             )
         prefill_client = PrefillClient(self.id, self._secret)
         self._down.push_async_callback(_bounded, prefill_client.close, "streams to other workers")
@@ -203,8 +210,7 @@ class Worker:
             secret=self._secret,
         )
         if self._sleeper is not None:
-            self._residency = self._make_residency(self._sleeper, self._load_changed)
-            self._sleeper.attach(self._service, lambda: self._stats, self._residency.request_arrived)
+            self._sleeper.attach(self._service, lambda: self._stats)
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.after_pass, self._service.update, self._sessions.publish, self._take_stats)
@@ -212,9 +218,31 @@ class Worker:
         self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk_number, lambda: 0)
         await self._listen(host)
         if self._residency is not None:
+            assert self._sleeper is not None
             self._down.push_async_callback(_bounded, self._residency.close, "residency")
+            await self._residency.begin(self._sleeper, await self._sleeper.populate())
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, without_fingerprint(self.address))
+
+    async def _take_turn(self) -> None:
+        """Waits until the model may be loaded beside others of this machine."""
+        self._residency = share_device(
+            self._settings,
+            self.id,
+            self._started_as,
+            await asyncio.to_thread(self._expect_memory, self._settings),
+            self._redis,
+            self._secret,
+            fail=lambda reason: self._service.fail_all(reason),
+            changed=self._load_changed,
+            on_failure=lambda error: self.lifecycle.stop(f"sharing the device failed: {error!r}", EXIT_RESTART),
+        )
+        self._down.push_async_callback(_bounded, self._residency.close, "residency")
+        await self._residency.take_turn()
+
+    def _request_arrived(self) -> None:
+        if self._residency is not None:
+            self._residency.request_arrived()
 
     def _build(self) -> Engine:
         self._loaded = self._build_engine(self._settings)
@@ -252,7 +280,6 @@ class Worker:
             self.address, self.session_address = map(certificate.named_in, (self.address, self.session_address))
 
     async def _take_lease(self, host: str) -> None:
-        self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
         member = Member(
             id=self.id,
             kind=self._started_as,

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from cpd.common.residency_settings import Fairness, SleepSettings
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 """Names begin those of processes."""
 
@@ -22,7 +24,7 @@ class ServedModel(BaseModel):
         name: Name in the API, and the beginning of its workers' names.
         aliases: Other names in the API.
         model: Checkpoint directory or Hugging Face id.
-        dtype, max_model_len, kv_memory: As the settings of the same name; None: as those say.
+        dtype, max_model_len, kv_memory, fairness, sleep: As the settings of the same name; None: as those say.
         prefill: Number of prefill workers.
         combined: Number of combined workers.
     """
@@ -35,6 +37,8 @@ class ServedModel(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     max_model_len: Annotated[int, Field(ge=0)] | None = None
     kv_memory: ByteSize | None = None
+    fairness: Fairness | None = None
+    sleep: SleepSettings | None = None
     prefill: Annotated[int, Field(ge=0)] = 0
     combined: Annotated[int, Field(ge=1)] = 1
 

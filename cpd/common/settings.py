@@ -5,13 +5,16 @@ flag. The flag wins over the environment (`CPD_TOKEN_BUDGET`), that over the YAM
 """
 
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ByteSize, Field, PrivateAttr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, from_json
 from pydantic_settings import (
     BaseSettings,
@@ -25,6 +28,7 @@ from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.logs import LogFormat
 from cpd.common.policy_settings import PolicySettings
+from cpd.common.residency_settings import Fairness, SleepSettings
 from cpd.common.served_models import ServedModel, repeated_name
 
 Role = Literal["prefill", "combined"]
@@ -40,6 +44,14 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]|\*")
 
 MOST_SLO_MS = 1e9
 """Longest latency target, in ms (eleven days)."""
+
+OF_MODEL = ("model", "dtype", "max_model_len", "kv_memory", "prefill", "combined", "fairness", "sleep")
+"""Settings that an entry of `models` may have."""
+
+SHARED_DEVICE = ("staging_memory", "residency", "fairness", "sleep")
+"""Settings that have no effect without `device_memory`."""
+
+NO_SHARED_GPU = "--device-memory is for machines without GPUs so far: pass --device cpu, or leave it out"
 
 
 class Settings(BaseSettings):
@@ -200,7 +212,37 @@ class MemberSettings(SharedSettings):
     _plain_host = field_validator("host")(_without_brackets)
 
 
-class AllWorkersSettings(MemberSettings, EngineSettings):
+class SharedDeviceSettings(Settings):
+    """Models that share a device's memory, and who is awake."""
+
+    device_memory: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        None,
+        description="Memory of each machine for models that share it, such as 64GiB: those that do not fit at the same "
+        "time sleep and wake by turns. Default: no model sleeps, and all must fit.",
+    )
+    staging_memory: ByteSize = Field(
+        ByteSize(0),
+        description="Memory of each machine for copies of weights of models that sleep, from which they wake faster "
+        "than from disk; the least recently used are dropped.",
+    )
+    residency: Literal["rule", "predicted"] = Field(
+        "rule",
+        description="How it is decided which models are awake: in turn, by times that are set for each (rule), or by "
+        "predicted costs within the same bounds (predicted).",
+    )
+    fairness: Annotated[Fairness, NoDecode] = Field(
+        Fairness(),
+        description="When models displace each other: min_runtime, max_wait_time and popular, in the section "
+        "`fairness:` of the YAML file, also of an entry of `models:`.",
+    )
+    sleep: Annotated[SleepSettings, NoDecode] = Field(
+        SleepSettings(),
+        description="When models sleep: idle_timeout and drain_timeout, in the section `sleep:` of the YAML file, also "
+        "of an entry of `models:`.",
+    )
+
+
+class AllWorkersSettings(MemberSettings, EngineSettings, SharedDeviceSettings):
     """Settings that all workers of a cluster share."""
 
     transport: Literal["auto", "nixl", "ucx"] = Field(
@@ -211,11 +253,6 @@ class AllWorkersSettings(MemberSettings, EngineSettings):
     kv_checksum: bool = Field(
         False,
         description="Check the checksum of every page that arrives from another worker or from host memory.",
-    )
-    device_memory: Annotated[ByteSize, Field(gt=0)] | None = Field(
-        None,
-        description="Memory of each machine for models that share it, such as 64GiB: while one sleeps, others have its "
-        "memory. Default: no model sleeps. On CPUs only.",
     )
     prefill_progress_s: float = Field(
         10.0,
@@ -430,8 +467,9 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         return "off" if value is False else value  # what YAML makes of `off`
 
     def check_models(self) -> None:
-        """Raises ConfigError if a setting does not work with `models`."""
+        """Raises ConfigError if a setting does not work with `models` or with `device_memory`."""
         super().check_models()
+        self._check_shared_device()
         if not self.models:
             return
         for name in ("combined", "prefill"):
@@ -443,6 +481,32 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
             if getattr(self, name):
                 raise ConfigError(f"--{name} is the profile of one model: leave it out, or leave `models:` out")
 
+    def _check_shared_device(self) -> None:
+        """Raises ConfigError if a setting does not work with `device_memory`, or needs it."""
+        if self.device_memory is None:
+            own = type(self).model_fields
+            needing = [name for name in SHARED_DEVICE if getattr(self, name) != own[name].default]
+            needing += ["fairness of models" for one in self.models if one.fairness]
+            needing += ["sleep of models" for one in self.models if one.sleep]
+            if needing:
+                raise ConfigError(
+                    f"{needing[0].replace('_', '-')} is for models that share a device, and needs --device-memory: "
+                    "without it no model sleeps"
+                )
+            return
+        if self.device == "cuda":
+            raise ConfigError(NO_SHARED_GPU)
+        for name, default in (("simulate", ""), ("planner", "off")):
+            if getattr(self, name) != default:
+                raise ConfigError(f"--{name} does not work with --device-memory: leave one of them out")
+        for one in self.each_model():
+            if one.prefill:
+                where = f"`prefill` of {one.served_model_name} in `models:`" if self.models else "--prefill"
+                raise ConfigError(
+                    f"{where} is {one.prefill}, and must be 0 with --device-memory: workers of both roles would take "
+                    "the model's memory twice"
+                )
+
     def each_model(self) -> "list[ClusterSettings]":
         """Returns the settings of each model's workers: these themselves if there is one model."""
         return [self.of_model(one.name) for one in self.models] or [self]
@@ -453,7 +517,7 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         if not name:
             return self
         (one,) = (one for one in self.models if one.name == name)
-        own = one.model_dump(include={"model", "dtype", "max_model_len", "kv_memory", "prefill", "combined"})
+        own = {setting: getattr(one, setting) for setting in OF_MODEL}
         given = {setting: value for setting, value in own.items() if value is not None}
         return self.model_copy(update={"models": [], "served_model_name": name, **given})
 
@@ -482,15 +546,23 @@ def _with_sections(settings: type[Settings], values: dict[str, Any]) -> dict[str
 
 
 def _underscored(value: Any) -> Any:
-    """Returns a mapping with underscores for dashes in its keys; anything else as it is."""
-    return {str(key).replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
+    """Returns a mapping with underscores for dashes in its keys, and in those within it; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {str(key).replace("-", "_"): _underscored(one) for key, one in value.items()}
 
 
 def section_of(settings: type[Settings], name: str) -> type[BaseModel] | None:
     """Returns the class of a setting that is a section of its own, or a list of sections, else None."""
-    kind: Any = settings.model_fields[name].annotation if name in settings.model_fields else None
+    return _section(settings.model_fields, name)
+
+
+def _section(fields: Mapping[str, FieldInfo], name: str) -> type[BaseModel] | None:
+    kind: Any = fields[name].annotation if name in fields else None
     if get_origin(kind) is list:
         (kind,) = get_args(kind)
+    if get_origin(kind) is UnionType:
+        kind = next(one for one in get_args(kind) if one is not NoneType)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -499,14 +571,19 @@ def _sentence(error: ValidationError, settings: type[Settings]) -> str:
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     place, given = first["loc"], first["input"]
-    fields = settings.model_fields
-    parts = [str(part) for part in place[:1]]
-    if len(place) > 1 and (section := section_of(settings, parts[0])):
-        parts += [str(part) for part in (place[1:3] if isinstance(place[1], int) else place[1:2])]
+    fields, parts, left = settings.model_fields, list[str](), list(place)
+    while left:
+        parts.append(str(left.pop(0)))
+        section = _section(fields, parts[-1])
+        if section is not None and left and isinstance(left[0], int):
+            parts.append(str(left.pop(0)))
+        if section is None or not left:
+            break
         fields = section.model_fields
     name = ".".join(parts).replace("_", "-") or "settings"
     if first["type"] == "extra_forbidden":
-        known = [".".join([*parts[:-1], field]).replace("_", "-") for field in fields]
+        names = [field.alias or key for key, field in fields.items()]
+        known = [".".join([*parts[:-1], one]).replace("_", "-") for one in names]
         near = get_close_matches(name, known, 1)
         return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     reasons = dict.fromkeys(one["msg"] for one in errors if one["loc"][: len(parts)] == place[: len(parts)])

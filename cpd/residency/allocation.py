@@ -42,9 +42,13 @@ def allocate(
     serving: list[Occupant] = []
     free = available = device.memory_bytes
     popular: list[Occupant] = []
+    stuck = 0
     for one in device.occupants:
         free -= one.model.memory_bytes
-        if _ends(one, now, park_at_s, check_at_s):
+        if not one.responds:
+            available -= one.model.memory_bytes
+            stuck += one.model.memory_bytes
+        elif _ends(one, now, park_at_s, check_at_s):
             actions.append(Sleep(one.model.name))
         elif one.state in (State.WAKING, State.SERVING):
             available -= one.model.memory_bytes
@@ -60,11 +64,13 @@ def allocate(
         if size > device.memory_bytes - held:
             fails_at_s = intent.since_s + model.fairness.max_wait_time_s
             if size > device.memory_bytes:
-                actions.append(Fail(model.name, f"{model.name} does not fit on the device"))
+                actions.append(Fail(model.name, never_fits(model.name, size, device.memory_bytes)))
             elif now >= fails_at_s:
                 actions.append(Fail(model.name, _held_by(model.name, popular, now)))
             else:
                 check_at_s.append(fails_at_s)
+            continue
+        if size > device.memory_bytes - held - stuck:  # until those that are silent respond or have ended
             continue
         if size > available:
             victims, ask_at_s = choose(intent, serving, size - available)
@@ -85,6 +91,12 @@ def allocate(
             actions.append(Stage(model.name))
         free -= size
     return Decision(actions, min(check_at_s, default=float("inf")))
+
+
+def never_fits(name: str, size: int, memory_bytes: int) -> str:
+    """Says that a model is too large for a device."""
+    takes, has = (f"{number / 2**30:.2f} GiB" for number in (size, memory_bytes))
+    return f"{name} can never be awake: it takes {takes}, and the device has {has} for models (--device-memory)"
 
 
 def _ends(one: Occupant, now: float, park_at_s: Callable[[Occupant], float], check_at_s: list[float]) -> bool:

@@ -1195,21 +1195,33 @@ class Residency(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     SERVES_IN_S_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    WAKES_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    CAS_CONFLICTS_FIELD_NUMBER: _builtins.int
     state: Global___Residency.State.ValueType
     serves_in_s: _builtins.float
     """it serves in this time at the latest, as promised; 0: it serves, or is not asked to"""
     pinned: _builtins.bool
     """no other model may displace it"""
+    wakes: _builtins.int
+    """this and the next two: totals since the start"""
+    waited_s: _builtins.float
+    """time from the first request that found the model asleep until it served"""
+    cas_conflicts: _builtins.int
+    """writes of the device's record that somebody else was faster with"""
     def __init__(
         self,
         *,
         state: Global___Residency.State.ValueType = ...,
         serves_in_s: _builtins.float = ...,
         pinned: _builtins.bool = ...,
+        wakes: _builtins.int = ...,
+        waited_s: _builtins.float = ...,
+        cas_conflicts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "serves_in_s", b"serves_in_s", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cas_conflicts", b"cas_conflicts", "pinned", b"pinned", "serves_in_s", b"serves_in_s", "state", b"state", "waited_s", b"waited_s", "wakes", b"wakes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

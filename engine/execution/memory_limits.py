@@ -67,6 +67,16 @@ def check_memory(
         )
 
 
+def check_shared_memory(shared_bytes: int) -> None:
+    """Raises ConfigError if the host has less free memory than models are to share, staged copies included."""
+    available = available_memory(torch.device("cpu"))
+    if available is not None and shared_bytes > available:
+        raise ConfigError(
+            f"--device-memory and --staging-memory are {shared_bytes / 2**30:.1f} GiB together, and "
+            f"{available / 2**30:.1f} GiB of memory are free; lower them"
+        )
+
+
 def check_host_memory(host_bytes: int, workers: int = 1, taken_bytes: int = 0) -> None:
     """Raises ConfigError if the host's free memory, less `taken_bytes`, is too small for the pages of the workers."""
     available = available_memory(torch.device("cpu"))

@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.addresses import resolve
 from kvtransfer.nixl.connection import read_frame
 from kvtransfer.nixl.handshake import Address
-from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
 from kvtransfer.session.greeting import close_notice
 from kvtransfer.session.limits import GREETING_S

@@ -5,8 +5,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer import addresses
-from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session.frames import CONNECTION_BYTES
 
 _SENDER = struct.Struct(f"<??{CONNECTION_BYTES}s16sQQQ")

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity, wait_until_ended
 from kvtransfer.base import PoolMemory
 from kvtransfer.landings import LandingTable
 from kvtransfer.nixl.agent import Agent, options
 from kvtransfer.nixl.connection import Connection
 from kvtransfer.nixl.handshake import ReceiverPool, SenderDetails
 from kvtransfer.nixl.page_stream import PageStreamReceiver
-from kvtransfer.nixl.process import ProcessIdentity, wait_until_ended
 from kvtransfer.nixl.writer import Writer
 from kvtransfer.segments import Run, resolve_runs
 from kvtransfer.session import frames

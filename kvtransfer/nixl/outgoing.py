@@ -12,12 +12,12 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.agent import Agent, options
 from kvtransfer.nixl.connection import Connection
 from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
 from kvtransfer.nixl.page_stream import PageStreamSender
-from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.nixl.same_host import SameHostBackend
 from kvtransfer.nixl.writer import Writer, WriterBackend
 from kvtransfer.pushes import PushedTransfer

@@ -13,7 +13,7 @@ import select
 import numpy as np
 
 from cpd.common.errors import TransferError
-from kvtransfer.nixl.process import ProcessIdentity
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.segments import Addresses
 
 _VECTORS = (ctypes.c_void_p, ctypes.c_ulong)

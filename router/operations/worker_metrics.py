@@ -4,7 +4,7 @@ Workers fill their reports in `worker/load_report.py` and in `add_load` of their
 `router/request_metrics.py` has the metrics of requests.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -51,6 +51,21 @@ _LABELLED: dict[str, tuple[_Family, str, str, Callable[[pb.Load], Mapping[str, i
 """Metrics with one more label, and their values by that label."""
 
 
+_RESIDENCY_STATES = {
+    "serving": pb.Residency.STATE_SERVING,
+    "asleep": pb.Residency.STATE_ASLEEP,
+    "waking": pb.Residency.STATE_WAKING,
+    "draining": pb.Residency.STATE_DRAINING,
+}
+
+_RESIDENCY: dict[str, tuple[str, Callable[[pb.Residency], float]]] = {
+    "cpd_worker_wakes": ("Wakes of its model after the first load.", attrgetter("wakes")),
+    "cpd_worker_wake_wait_seconds": ("Time in which requests waited for these wakes.", attrgetter("waited_s")),
+    "cpd_gpu_cas_conflicts": ("Writes of the device's record that came too late.", attrgetter("cas_conflicts")),
+}
+"""Counters of workers on shared devices."""
+
+
 class WorkerMetrics(Collector):
     """Reads the workers' loads at every scrape, so that no value outlives its worker."""
 
@@ -79,3 +94,20 @@ class WorkerMetrics(Collector):
                 for value, count in sorted(values(worker.load).items()):
                     family.add_metric([*names, value], count)
             yield family
+        shared = [(names, worker.load.residency) for names, worker in workers if worker.load.HasField("residency")]
+        if shared:
+            yield from _residency(shared)
+
+
+def _residency(shared: Sequence[tuple[list[str], pb.Residency]]) -> Iterable[Metric]:
+    """Returns the metrics of workers on shared devices."""
+    states = GaugeMetricFamily("cpd_worker_residency", "1 for its model's state.", labels=[*_LABELS, "state"])
+    for names, residency in shared:
+        for name, state in _RESIDENCY_STATES.items():
+            states.add_metric([*names, name], int(residency.state == state))
+    yield states
+    for metric, (text, value) in _RESIDENCY.items():
+        counter = CounterMetricFamily(metric, text, labels=_LABELS)
+        for names, residency in shared:
+            counter.add_metric(names, value(residency))
+        yield counter

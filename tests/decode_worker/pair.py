@@ -108,17 +108,15 @@ async def reached(
     stage: Stage,
     n: int = 1,
     num_pages: int = 66,
-    prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Pair, Answer]]:
     """A request with number TARGET that is held in `stage`, if necessary behind another request.
 
     Args:
-        prefill, decode: Arguments of `fake_loader` for the two workers.
+        decode: More arguments of `fake_loader` for the decode worker.
     """
-    engine = {"num_pages": num_pages, **(decode or {})}
-    async with pair(redis_url, prefill=prefill, decode=engine, **settings) as p, silent_server() as silent:
+    async with pair(redis_url, decode={"num_pages": num_pages, **(decode or {})}, **settings) as p, silent_server() as silent:
         candidates = [p.prefill.candidate]
         ahead = make_request("ahead", prompt(900, 9), max_tokens=2)
         match stage:

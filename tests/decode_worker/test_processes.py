@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +45,10 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    model: Path, redis_url: str, directory: Path, transports: Sequence[str] = (), **flags: Any
+    model: Path, redis_url: str, directory: Path, own: Sequence[Mapping[str, Any]] = ({}, {}), **flags: Any
 ) -> AsyncIterator[Cluster]:
-    """`transports`: of the prefill and of the decode worker, if they differ."""
+    """`own`: more flags, of the prefill and of the decode worker."""
     given = {**FLAGS, "model": model, "cluster": directory.name, **flags}
-    own = [{"transport": name} for name in transports] or [{}, {}]
     async with AsyncExitStack() as stack:
         prefill, decode = await asyncio.gather(
             *(
@@ -111,8 +110,10 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
 
 
 async def test_after_a_sleep_pages_move_over_a_new_transport(model: Path, redis_url: str, tmp_path: Path) -> None:
+    # On one machine two workers of one model would not share its device.
+    own = [{"served_model_name": name} for name in ("one", "another")]
     flags: dict[str, Any] = {"dtype": "float32", "prefill_progress_s": 60, "device_memory": "1GiB"}
-    async with cluster(model, redis_url, tmp_path, **flags) as c:
+    async with cluster(model, redis_url, tmp_path, own, **flags) as c:
         for number, view in enumerate((c.router, c.prefill_view)):
             before = await c.submit(request("before", 900, salt=number), number)
             await c.router.done(before)
@@ -146,7 +147,8 @@ async def test_workers_take_nixl_by_default_and_say_why(model: Path, redis_url: 
 async def test_workers_with_different_transports_prefill_for_each_other(
     model: Path, redis_url: str, tmp_path: Path, transports: tuple[str, str]
 ) -> None:
-    async with cluster(model, redis_url, tmp_path, transports, dtype="float32", prefill_progress_s=60) as c:
+    own = [{"transport": name} for name in transports]
+    async with cluster(model, redis_url, tmp_path, own, dtype="float32", prefill_progress_s=60) as c:
         assert (c.prefill_view.hello.transport, c.router.hello.transport) == transports
         requests = [request(f"r{i}", 900, salt=i, seed=i) for i in range(4)]
         remote = [await c.submit(each, number) for number, each in enumerate(requests)]

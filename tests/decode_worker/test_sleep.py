@@ -14,19 +14,13 @@ from tests.decode_worker.unsafe import Unsafe
 from tests.engine.fakes import make_request, prompt
 from tests.waiting import DEADLINE_S, eventually
 from tests.worker.cluster import Running
-from tests.worker.fakes import FakeModelMemory
 from worker.context import EXIT_RESTART
 from worker.resident import ModelState
 from worker.sleeper import ResidencyError, Sleeper
 
 
-def shares_memory(**engine: Any) -> dict[str, Any]:
-    """Arguments of `fake_loader` for a model that can sleep."""
-    return {"on_memory": _ignore, **engine}
-
-
-def _ignore(memory: FakeModelMemory) -> None:
-    pass
+SHARED: dict[str, Any] = {"device_memory": 1 << 30}
+"""Settings of workers whose models can sleep."""
 
 
 def sleeper(worker: Running) -> Sleeper:
@@ -49,8 +43,7 @@ class TestRemotePrefill:
     async def test_the_decode_worker_sleeps_in_every_stage(
         self, redis_url: str, stage: pair.Stage, n: int, host_pages: int
     ) -> None:
-        decode = shares_memory(host_pages=host_pages)
-        async with pair.reached(redis_url, stage, n=n, decode=decode) as (p, answer):
+        async with pair.reached(redis_url, stage, n=n, decode={"host_pages": host_pages}, **SHARED) as (p, answer):
             sleep = await falls_asleep(p.decode)
             p.decode_gate.open()
             if stage in (pair.Stage.RESERVING, pair.Stage.RESERVING_FIRST):  # the one ahead
@@ -76,7 +69,7 @@ class TestRemotePrefill:
 
     @pytest.mark.parametrize("stage", [stage for stage in pair.Stage if stage is not pair.Stage.CONNECTING])
     async def test_the_prefill_worker_sleeps_in_every_stage(self, redis_url: str, stage: pair.Stage) -> None:
-        async with pair.reached(redis_url, stage, prefill=shares_memory()) as (p, answer):
+        async with pair.reached(redis_url, stage, **SHARED) as (p, answer):
             sleep = await falls_asleep(p.prefill)
             p.prefill_gate.open()
             p.decode_gate.open()
@@ -98,7 +91,7 @@ class TestRemotePrefill:
             await p.balanced()
 
     async def test_a_request_that_comes_meanwhile_is_computed_here_after_the_wake(self, redis_url: str) -> None:
-        async with pair.pair(redis_url, decode=shares_memory()) as p:
+        async with pair.pair(redis_url, **SHARED) as p:
             request = make_request("a", prompt(300), max_tokens=20)
             sleeper(p.decode).drain()
             draining = await p.submit(request, 1)
@@ -117,7 +110,7 @@ class TestRemotePrefill:
     async def test_a_prefill_worker_that_does_not_serve_refuses_and_is_known_to_be_needed(
         self, redis_url: str, drains: bool
     ) -> None:
-        async with pair.pair(redis_url, prefill=shares_memory()) as p:
+        async with pair.pair(redis_url, **SHARED) as p:
             if drains:
                 sleeper(p.prefill).drain()
             else:
@@ -133,7 +126,7 @@ class TestRemotePrefill:
 
 class TestQuarantine:
     async def test_pages_that_may_be_written_to_are_waited_for(self, redis_url: str) -> None:
-        async with pair.pair(redis_url, decode=shares_memory()) as p:
+        async with pair.pair(redis_url, **SHARED) as p:
             p.transfer_gate.clear()
             unsafe = Unsafe(p.decode)
             request = make_request("a", prompt(300), max_tokens=20)
@@ -152,7 +145,7 @@ class TestQuarantine:
             await p.balanced()
 
     async def test_if_they_do_not_come_back_the_process_restarts(self, redis_url: str) -> None:
-        async with pair.pair(redis_url, decode=shares_memory(), prefill_progress_s=0.5) as p:
+        async with pair.pair(redis_url, prefill_progress_s=0.5, **SHARED) as p:
             p.transfer_gate.clear()
             Unsafe(p.decode)
             answer = await p.submit(make_request("a", prompt(300)), 1)
@@ -169,7 +162,7 @@ class TestQuarantine:
 class TestPrefixFetch:
     @pytest.mark.parametrize("stage", duo.Stage)
     async def test_the_worker_that_fetches_sleeps_in_every_stage(self, redis_url: str, stage: duo.Stage) -> None:
-        async with duo.reached(redis_url, stage, here=shares_memory()) as (d, answer):
+        async with duo.reached(redis_url, stage, **SHARED) as (d, answer):
             sleep = await falls_asleep(d.here.worker)
             d.here.gate.open()
             await asyncio.wait_for(sleep, DEADLINE_S)
@@ -183,7 +176,7 @@ class TestPrefixFetch:
 
     @pytest.mark.parametrize("stage", [duo.Stage.QUEUED, duo.Stage.RESERVING, duo.Stage.LANDED])
     async def test_the_worker_that_sends_sleeps_in_every_stage(self, redis_url: str, stage: duo.Stage) -> None:
-        async with duo.reached(redis_url, stage, source=shares_memory()) as (d, answer):
+        async with duo.reached(redis_url, stage, **SHARED) as (d, answer):
             sleep = await falls_asleep(d.source.worker)
             d.source.gate.open()
             d.here.gate.open()
@@ -198,7 +191,7 @@ class TestPrefixFetch:
     async def test_a_worker_that_drains_still_sends_its_blocks_and_one_that_sleeps_does_not(
         self, redis_url: str
     ) -> None:
-        async with duo.duo(redis_url, source=shares_memory()) as d:
+        async with duo.duo(redis_url, **SHARED) as d:
             sleeper(d.source.worker).drain()
             answer = await d.submit(make_request("a", prompt(TOKENS), max_tokens=20), TARGET)
             await d.here.router.done(answer)
@@ -212,7 +205,7 @@ class TestPrefixFetch:
 
 
 async def test_two_workers_that_prefill_for_each_other_sleep_at_once(redis_url: str) -> None:
-    async with pair.pair(redis_url, prefill=shares_memory(), decode=shares_memory()) as p:
+    async with pair.pair(redis_url, **SHARED) as p:
         for gate in (p.prefill_gate, p.decode_gate):
             gate.slow()
         requests = [make_request(f"r{i}", prompt(300, i), max_tokens=20) for i in range(4)]

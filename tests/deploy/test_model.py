@@ -8,7 +8,7 @@ import torch
 
 from cpd.common.errors import CheckpointError, CPDError
 from cpd.common.settings import ClusterSettings
-from deploy.model import check_model, check_models, inspect_model, resolve_model
+from deploy.model import check_model, check_models, check_popular, inspect_model, resolve_model
 from models.tiny import CHECKPOINT
 
 
@@ -176,3 +176,60 @@ def test_an_active_sliding_window_is_refused(checkpoint: Path) -> None:
     path.write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}))
     with pytest.raises(CPDError, match="sliding-window"):
         inspect(checkpoint)
+
+
+def shared(checkpoint: Path, **settings: Any) -> ClusterSettings:
+    given = {"device": "cpu", "kv_memory": 1 << 30, "prefill": 0, "device_memory": 3 << 30, **settings}
+    return ClusterSettings.load({"model": str(checkpoint), **given})
+
+
+def test_a_model_that_can_never_be_awake_is_refused_with_the_figures(checkpoint: Path) -> None:
+    settings = shared(checkpoint, device_memory=1 << 30)
+    with pytest.raises(
+        CPDError, match=r"could never be awake: weights of 0\.0. GiB and a KV pool of 1\.00 GiB .* which is 1\.00 GiB"
+    ):
+        inspect_model(checkpoint, settings, 1, 0)
+    with pytest.raises(CPDError, match="could never be awake"):
+        inspect_model(checkpoint, settings.model_copy(update={"ray_address": "auto"}), 1, 0)
+
+
+def test_models_that_share_a_device_need_not_fit_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.memory_limits.available_memory", lambda device: 4 << 30)
+    for _ in range(9):
+        device, awake = inspect_model(checkpoint, shared(checkpoint, combined=3), 9, 0)
+        assert (device, awake >> 30) == ("cpu", 1)
+    with pytest.raises(CPDError, match=r"--device-memory and --staging-memory are 5\.0 GiB together, and 4\.0 GiB"):
+        inspect_model(checkpoint, shared(checkpoint, staging_memory=2 << 30), 1, 0)
+    with pytest.raises(CPDError, match="lower --host-kv-memory"):
+        inspect_model(checkpoint, shared(checkpoint, host_kv_memory=2 << 30), 1, 0)
+
+
+def test_a_shared_gpu_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 16 << 30))
+    with pytest.raises(CPDError, match="--device-memory is for machines without GPUs so far"):
+        inspect_model(checkpoint, shared(checkpoint, device="auto"), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("popular", "workers", "message"),
+    [
+        (("a",), 2, ""),
+        (("a",), 3, r"b takes 1\.00 GiB while it is awake, and popular models \(a 3\.00 GiB\) leave 0\.00 GiB"),
+        (("a", "b"), 1, ""),
+        (("a", "b"), 3, r"popular models take 4\.00 GiB together \(a 3\.00 GiB, b 1\.00 GiB\)"),
+    ],
+)
+def test_popular_models_must_leave_room_for_each_other_one(
+    checkpoint: Path, popular: tuple[str, ...], workers: int, message: str
+) -> None:
+    awake = []
+    for name, combined in (("a", workers), ("b", 1)):
+        one = shared(checkpoint, combined=combined, fairness={"popular": name in popular})
+        awake.append((one.model_copy(update={"served_model_name": name}), 1 << 30))
+    if not message:
+        check_popular(awake)
+        return
+    with pytest.raises(CPDError, match=message):
+        check_popular(awake)

@@ -93,3 +93,9 @@ def test_a_machine_that_has_no_room_for_a_role_gets_none_of_it() -> None:
     assert move[0].name == "prefill-0"
     assert next_move(here, ["a", "b"], refused={("combined", "b"), ("prefill", "b")}) is None
     assert next_move(here, [], refused=()) is None
+
+
+def test_workers_on_a_shared_device_take_almost_no_cpu() -> None:
+    taken = [demand_of(spec, {"CPU": 2}, 0, shared_device=True) for spec in SPECS]
+    assert taken == [{"CPU": 0.01}] * 4
+    assert demand_of(SPECS[0], {"CPU": 2, "cpd_combined": 1}, 0, shared_device=True) == {"cpd_combined": 1}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cpd.common.errors import ConfigError
+from cpd.common.residency_settings import Fairness, SleepSettings
 from cpd.common.settings import ClusterSettings, RouterSettings, Settings, SimulatedSettings, WorkerSettings
 from deploy.processes import ProcessSpec, processes
 from tests.secret import SECRET, secret_file
@@ -149,3 +150,20 @@ def test_the_child_does_not_inherit_our_variables(specs: dict[str, ProcessSpec])
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["CPD_REDIS_URL"] == "redis://:redis-secret@r"
     assert not {"CPD_PORT", "RAY_AUTH_TOKEN", "OMP_NUM_THREADS", "CPD_API_KEY"} & set(environment)
+
+
+def test_workers_on_a_shared_device_get_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {
+        **SEVERAL,
+        "device_memory": "4GiB",
+        "staging_memory": "1GiB",
+        "residency": "predicted",
+        "sleep": {"idle_timeout": "1m"},
+        "models": [{"name": "small", "model": "/models/s", "fairness": {"popular": True, "min_runtime": "3s"}}],
+    }
+    worker = processes(ClusterSettings.load(shared), "127.0.0.1")[0]
+    settings = parse(worker, WorkerSettings, monkeypatch)
+    assert isinstance(settings, WorkerSettings)
+    assert (settings.device_memory, settings.staging_memory, settings.residency) == (4 << 30, 1 << 30, "predicted")
+    assert settings.fairness == Fairness(popular=True, min_runtime_s=3)
+    assert settings.sleep == SleepSettings(idle_timeout_s=60)

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import openai
 import pytest
+from redis import Redis
 
 from deploy.endpoint import pick_port
 from deploy.raydir import clear_ray_dir
@@ -41,6 +42,7 @@ class Command:
             "XDG_STATE_HOME": str(directory / "state"),
             name: value,
         }
+        self.directory = directory
         self._errors = directory / "errors"
         self._before = _shared_files()
 
@@ -368,6 +370,33 @@ def test_the_workers_of_two_models_are_started_scaled_restarted_and_drained(comm
     config.write_text(config.read_text().replace("name: two", "name: three"))
     code, output = command.run("restart")
     assert (code, "models can't change while the cluster runs" in output) == (1, True), output
+    assert command.run("down") == (0, "Cluster 'default' is down.\n")
+    command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
+def test_models_that_share_a_machine_start_in_turn_and_have_all_of_its_cores(command: Command, tmp_path: Path) -> None:
+    config = tmp_path / "cpd.yaml"
+    models = [f"  - {{name: {name}, model: {tiny.CHECKPOINT}}}\n" for name in ("one", "two")]
+    config.write_text("kv-memory: 64MiB\ndevice-memory: 1GiB\nmodels:\n" + "".join(models))
+    code, output = command.run("up", "--detach", "--port", "0", "--config", str(config))
+    assert code == 0, output
+    url = output[output.index("http") :].split()[0]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        texts = {
+            client.completions.create(model=name, prompt="fox " * 9, max_tokens=8, temperature=0).choices[0].text
+            for name in ("one", "two")
+        }
+    assert len(texts) == 1
+    for name in ("one", "two"):
+        assert os.sched_getaffinity(command.find_worker(f"{name}-combined-0")) == os.sched_getaffinity(0)
+    with Redis(unix_socket_path=str(command.directory / "cpd/default/redis.sock")) as redis:
+        record = redis.hget(f"cpd:default:device:{socket.gethostname()}", "record")
+    assert isinstance(record, bytes)
+    entries = json.loads(record.partition(b"{")[1] + record.partition(b"{")[2])["entries"]
+    assert {one["id"]: one["state"] for one in entries} == {"one-combined-0": "serving", "two-combined-0": "serving"}
+    assert sum(one["memory_bytes"] for one in entries) <= 1 << 30
+    code, output = command.run("restart", "one-combined-0", seconds=CHANGE_S)
+    assert (code, "no additional worker stands in" in output) == (0, True), output
     assert command.run("down") == (0, "Cluster 'default' is down.\n")
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 

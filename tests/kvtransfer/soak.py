@@ -16,8 +16,8 @@ import time
 
 import kvtransfer
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.base import Transport
-from kvtransfer.nixl.process import ProcessIdentity
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import Remote, within
 from tests.waiting import eventually

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import kvtransfer
 from cpd.common.errors import ConfigError, StaleTransferError, TransferError
+from cpd.common.process_identity import ProcessIdentity, wait_until_ended
 from kvtransfer import addresses, cuda
 from kvtransfer.nixl import agent
 from kvtransfer.nixl.connection import read_frame
 from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
-from kvtransfer.nixl.process import ProcessIdentity, wait_until_ended
 from kvtransfer.nixl.same_host import ForbiddenError, SameHostBackend
 from kvtransfer.session import frames
 from kvtransfer.session.greeting import ReceiverGreeting, SenderGreeting

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import kvtransfer
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.nixl.connection import read_frame
 from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
 from kvtransfer.nixl.page_stream import PageStreamReceiver
-from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
 from kvtransfer.session.greeting import SenderGreeting
 from tests.kvtransfer.pools import Pool, Streamed, ticket

@@ -13,9 +13,9 @@ from _pytest.mark import ParameterSet
 
 import kvtransfer
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.base import Landing, Transport
 from kvtransfer.landings import LandingEntry
-from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.session.sending import Sending

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.common.errors import TransferError
+from cpd.common.process_identity import ProcessIdentity
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl import same_host
-from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.nixl.same_host import SameHostBackend
 from kvtransfer.segments import Addresses, Run, resolve_runs
 from tests.kvtransfer.pools import EMPTY, Pool

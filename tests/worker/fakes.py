@@ -124,13 +124,13 @@ def fake_loader(
     on_host: Callable[[FakeHostMemory], None] = lambda host: None,
     progress: Callable[[], float] = lambda: 0,
     lanes: bool = False,
-    on_memory: Callable[[FakeModelMemory], None] | None = None,
+    on_memory: Callable[[FakeModelMemory], None] = lambda memory: None,
 ) -> Callable[[WorkerSettings], LoadedEngine]:
     """Makes the `load` argument of `Worker`.
 
     Args:
         on_host: Called with the host memory, if there is any.
-        on_memory: Called with the memory that the model shares with others; None: it keeps its memory.
+        on_memory: Called with the memory that the model shares with others, if its device is shared.
     """
 
     def load(settings: WorkerSettings) -> LoadedEngine:
@@ -151,8 +151,9 @@ def fake_loader(
             max_queue_tokens=settings.max_queue_tokens,
             host=host,
         )
-        model_memory = FakeModelMemory(runner) if on_memory is not None else None
-        if on_memory is not None and model_memory is not None:
+        model_memory = None
+        if settings.device_memory is not None:
+            model_memory = FakeModelMemory(runner)
             on_memory(model_memory)
         return LoadedEngine(
             engine=engine,

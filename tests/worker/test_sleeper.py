@@ -58,8 +58,9 @@ async def one(redis_url: str, **settings: Any) -> AsyncIterator[One]:
     gate, memories = Gate(), list[FakeModelMemory]()
     engine = settings.pop("engine", {})
     load = fake_loader(before_step=gate.wait, on_memory=memories.append, **engine)
+    given = {"device_memory": 1 << 30, "staging_memory": 1 << 30, **settings}
     async with (
-        running("combined", redis_url, load=load, network=LocalNetwork(), **settings) as worker,
+        running("combined", redis_url, load=load, network=LocalNetwork(), **given) as worker,
         Client(worker) as router,
     ):
         try:
@@ -318,7 +319,8 @@ class TestByHand:
 
     async def test_a_wake_that_fails_leaves_the_model_asleep(self, redis_url: str) -> None:
         async with one(redis_url) as o:
-            await o.sleeper.sleep()
+            await o.router.administer("Sleep")
+            await o.reported(pb.Residency.STATE_ASLEEP)
             o.memory.error = CheckpointError("the checkpoint is gone")
             await o.router.administer("Wake")
             await eventually(lambda: o.memory.error is None)

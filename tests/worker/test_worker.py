@@ -1,4 +1,6 @@
 import asyncio
+import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ByteSize
 from redis.asyncio import Redis
 
 from cpd.common.errors import CheckpointError, ConfigError
@@ -15,6 +18,7 @@ from cpd.common.membership import members
 from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from cpd.common.settings import WorkerSettings
 from cpd.common.trust import ClusterSecret
+from cpd.residency.ledger import Ledger
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from decode_worker.service import DecodeService
@@ -27,7 +31,7 @@ from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Client
 from tests.worker.cluster import opener, running
 from tests.worker.fakes import Gate, fake_loader
-from worker.context import EXIT_RESTART, LoadedEngine
+from worker.context import EXIT_RESTART, ExpectedMemory, LoadedEngine
 from worker.grpc_options import admin_metadata
 from worker.worker import Worker
 
@@ -233,3 +237,49 @@ async def test_a_worker_that_was_told_to_stop_gives_its_requests_back(redis_url:
         assert c.messages[-1].end == pb.End(reason="the worker stops")
         assert answer.refusal is not None
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+
+
+async def test_a_worker_on_a_shared_device_waits_for_its_turn_and_says_that_it_serves(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis:
+        ledger = Ledger(redis, "shared", ClusterSecret(SECRET), socket.gethostname())
+        await ledger.start(1 << 40)
+        given: dict[str, Any] = {"cluster": "shared", "device_memory": 1 << 40, "secret_file": secret_file()}
+        async with running("combined", redis_url, network=LocalNetwork(), **given) as w, Client(w, token=SECRET) as c:
+            assert c.load.residency.state == pb.Residency.STATE_SERVING
+            look = await ledger.look()
+            assert look.record is not None
+            (entry,) = look.record.entries
+            assert (entry.id, entry.role, entry.owner.pid) == (w.worker.id, "combined", os.getpid())
+            await c.done(await c.submit(make_request("a", prompt(20)), 1))
+
+
+async def test_a_worker_that_can_never_be_on_its_device_says_so_before_it_loads(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis:
+        await Ledger(redis, "too-large", ClusterSecret(""), socket.gethostname()).start(1 << 20)
+    w = Worker(
+        WorkerSettings(redis_url=redis_url, cluster="too-large", device_memory=ByteSize(1 << 20)),
+        "combined",
+        DecodeService,
+        PrefillService,
+        build_engine=lambda settings: pytest.fail("it was loaded"),
+        open_transport=opener(LocalNetwork(), None),
+        expect_memory=lambda settings: ExpectedMemory(1 << 30, "f"),
+    )
+    with pytest.raises(ConfigError, match=r"can never be awake: it takes 1\.00 GiB, and the device has 0\.00 GiB"):
+        await w.run()
+
+
+async def test_all_requests_of_a_model_that_cannot_wake_fail_with_the_reason(redis_url: str) -> None:
+    gate = Gate()
+    load = fake_loader(before_step=gate.wait)
+    async with running("combined", redis_url, network=LocalNetwork(), load=load) as w, Client(w) as c:
+        gate.close()
+        answers = [await c.submit(make_request(name, prompt(20)), number) for number, name in enumerate("ab")]
+        await eventually(lambda: gate.held)
+        w.worker._service.fail_all("its checkpoint is gone")
+        await eventually(lambda: all(answer.refusal is not None for answer in answers))
+        gate.open()
+        for answer in answers:
+            assert answer.refusal is not None
+            assert (answer.refusal.kind, answer.refusal.message) == (pb.Refusal.KIND_FAILED, "its checkpoint is gone")
+        await c.balanced()

@@ -160,7 +160,10 @@ def test_parked_requests_write_an_intent_and_go_on_after_the_next_wake() -> None
 
 def test_a_model_that_can_never_fit_fails_at_once() -> None:
     assert decide([], [intent(model("huge", 81), 100)], 100).actions == [
-        Fail("huge", "huge does not fit on the device")
+        Fail(
+            "huge",
+            "huge can never be awake: it takes 81.00 GiB, and the device has 80.00 GiB for models (--device-memory)",
+        )
     ]
 
 

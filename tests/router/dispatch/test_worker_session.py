@@ -939,3 +939,25 @@ def _known(router: Workers, worker_id: str, hashes: set[bytes]) -> dict[bytes, T
         if worker_id in found.cached:
             known[block_hash] = Tier.HOST if found.in_pages.get(worker_id) == 0 else Tier.PAGES
     return known
+
+
+async def test_workers_on_a_shared_device_have_metrics_of_their_own(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    assert "cpd_gpu_cas_conflicts" not in (await router.http.get("/metrics")).text
+    residency = pb.Residency(state=pb.Residency.STATE_DRAINING, wakes=3, waited_s=4.5, cas_conflicts=6)
+    worker.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=1, residency=residency)))
+    labels = 'role="combined",router="router-a",worker="combined-0"'
+    wanted = f"cpd_worker_wakes_total{{{labels}}} 3.0"
+
+    async def shown() -> bool:
+        return wanted in (await router.http.get("/metrics")).text
+
+    await eventually(shown)
+    text = (await router.http.get("/metrics")).text
+    assert 'cpd_worker_residency{role="combined",router="router-a",state="draining",worker="combined-0"} 1.0' in text
+    assert 'cpd_worker_residency{role="combined",router="router-a",state="serving",worker="combined-0"} 0.0' in text
+    assert f"cpd_worker_wake_wait_seconds_total{{{labels}}} 4.5" in text
+    assert f"cpd_gpu_cas_conflicts_total{{{labels}}} 6.0" in text

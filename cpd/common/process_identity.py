@@ -1,11 +1,13 @@
-"""Which process is at the other end of a connection, and proof that it has ended.
+"""Which process a peer is, and proof that it has ended.
 
-A stopped process that continues goes on with the write it was stopped in. Only its end proves that it will not, and a
-pidfd shows that without mistaking a new process for it.
+A stopped process that continues goes on with what it was stopped in. Only its end proves that it will not, and a pidfd
+shows that without mistaking a new process for it.
 """
 
 import asyncio
+import errno
 import os
+import select
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +49,13 @@ class ProcessIdentity:
 
     @property
     def alive(self) -> bool:
-        """True if this process, which must be of this machine, runs."""
+        """True if this process, which must be of this machine, runs or is stopped. A zombie has ended."""
         if (pidfd := self.open()) is None:
             return False
-        os.close(pidfd)
-        return True
+        try:
+            return not _has_ended(pidfd)
+        finally:
+            os.close(pidfd)
 
     def open(self) -> int | None:
         """A pidfd of this process, which must be of this machine. The caller closes it. None if it has ended."""
@@ -59,12 +63,17 @@ class ProcessIdentity:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return None
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # the ID is that of another process's thread by now
+                return None
+            raise
         try:
             # The ID may be another process's by now. If this is the right one, the pidfd stays bound to it.
-            if _started(self.pid) == self.started:
-                return pidfd
-        except (FileNotFoundError, ProcessLookupError):
-            pass  # the process has ended meanwhile
+            is_the_one = _started(self.pid) == self.started
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile, or another user's, which /proc may hide
+            is_the_one = not _has_ended(pidfd)
+        if is_the_one:
+            return pidfd
         os.close(pidfd)
         return None
 
@@ -82,6 +91,12 @@ async def wait_until_ended(process: ProcessIdentity) -> None:
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)  # readable once all threads of the process have ended
+    return bool(poll.poll(0))
 
 
 def _started(pid: int) -> int:
