@@ -4,14 +4,15 @@ Workers fill their reports in `worker/load_report.py` and in `add_load` of their
 `router/request_metrics.py` has the metrics of requests.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from cpd.rpc import cpd_pb2 as pb
-from router.dispatch.workers import Workers
+from router.dispatch.worker_session import WorkerSession
+from router.dispatch.workers import BEST_FIRST, Workers
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
@@ -73,9 +74,24 @@ class WorkerMetrics(Collector):
             for names, worker in workers:
                 family.add_metric(names, getattr(worker.load, field))
             yield family
+        if shared := [(names, worker) for names, worker in workers if worker.shared]:
+            yield from self._residencies(shared)
         for name, (kind, text, label, values) in _LABELLED.items():
             family = kind(f"cpd_worker_{name}", text, labels=[*_LABELS, label])
             for names, worker in workers:
                 for value, count in sorted(values(worker.load).items()):
                     family.add_metric([*names, value], count)
             yield family
+
+    def _residencies(self, shared: Sequence[tuple[list[str], WorkerSession]]) -> Iterable[Metric]:
+        """The states of the model and of its workers, whose devices are shared."""
+        of_model = GaugeMetricFamily("cpd_model_state", "1 for the state of the model.", labels=["router", "state"])
+        of_worker = GaugeMetricFamily(
+            "cpd_worker_residency", "1 for the state of the worker's model.", labels=[*_LABELS, "state"]
+        )
+        best = self._workers.residency
+        for state in BEST_FIRST:
+            of_model.add_metric([self._workers.router_id, state], int(state == best))
+            for names, worker in shared:
+                of_worker.add_metric([*names, state], int(state == worker.residency))
+        yield from (of_model, of_worker)
