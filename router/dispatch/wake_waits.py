@@ -1,9 +1,10 @@
 """Attempts that wait for a model to wake, and until when a request without a first token is kept.
 
-    placed on a worker that does not serve ──▶ waits ──▶ its workers serve, a token comes, or it leaves its worker
-    placed before its worker went to sleep ─────▲
+    a prompt on a worker that does not serve ──▶ waits ──▶ its workers serve, a token comes, or it leaves its worker
+    a stream on a worker that is not awake ───────▲
 
-A worker that drains for another model may still compute what it has; only attempts that came later wait there.
+A worker that drains for another model goes on with its streams, and perhaps with a prompt that it has begun. If a token
+comes from there, the prompt has not waited for a wake.
 
 A request is given up once it has waited as long as it may, where the time that it waits for a wake does not count. Of a
 wait that goes on, only the time up to the first promise is known: a worker that promises again and again keeps no
@@ -55,7 +56,7 @@ class WakeWaits:
                 continue
             if attempt.waits_since is not None:
                 self._note_promise(attempt)
-            elif session.residency != "draining":
+            elif session.residency != "draining" or attempt.prefill_session is not None:
                 self._begin(attempt)
 
     def end(self, attempt: Attempt) -> None:
@@ -65,7 +66,8 @@ class WakeWaits:
         waited_s = asyncio.get_running_loop().time() - attempt.waits_since
         attempt.waits_since = attempt.promised_at = None
         self._waiting.discard(attempt)
-        if attempt.decision is not None and attempt.prefill_session is not None:  # a later one is a gap in the stream
+        of_prompt = attempt.prefill_session is not None  # otherwise it is a gap in the stream
+        if of_prompt and attempt.decision is not None and all(one.residency != "draining" for one in attempt.workers):
             attempt.decision.wake_s += waited_s
         self._set_expiry(attempt)
 

@@ -386,15 +386,27 @@ class TestExpiry:
         waits.limit(attempt, now + 60)
         assert self._expires_at(attempt) == now + 10
 
-    async def test_only_a_worker_that_left_its_device_stops_what_it_had(self) -> None:
+    async def test_streams_wait_once_their_worker_sleeps_and_prompts_once_it_drains(self) -> None:
         worker = self._worker("serving")
+        stream, prompt = self._attempt(worker), self._attempt(worker)
+        stream.prefill_session = None
+        waits = WakeWaits(lambda _: None)
+        for attempt in (stream, prompt):
+            waits.placed(attempt)
+        for state, which in (("serving", []), ("draining", [prompt]), ("asleep", [stream, prompt]), ("serving", [])):
+            cast(Any, worker).residency = state
+            waits.reported(worker, [stream, prompt])
+            assert [one for one in (stream, prompt) if one.waits_since is not None] == which
+
+    async def test_a_prompt_whose_token_comes_while_its_worker_drains_has_not_waited(self) -> None:
+        worker = self._worker("draining")
         attempt = self._attempt(worker)
         waits = WakeWaits(lambda _: None)
         waits.placed(attempt)
-        for state, stops in (("serving", False), ("draining", False), ("asleep", True), ("draining", True)):
-            cast(Any, worker).residency = state
-            waits.reported(worker, [attempt])
-            assert (attempt.waits_since is not None) == stops, state
+        assert attempt.waits_since is not None
+        waits.end(attempt)
+        assert attempt.decision is not None
+        assert (attempt.waits_since, attempt.decision.wake_s) == (None, 0.0)
 
 
 class TestMoves:
