@@ -91,10 +91,8 @@ class RequestMetrics:
         self.itl = histogram("itl_seconds", "Gap between two outputs of one choice.", buckets=_GAP_S)
         self.e2e = cache(histogram("e2e_seconds", "Time from request to the end of its response.", "route").labels)
         self.queue = cache(histogram("queue_seconds", "Time of prompts in a worker's queue.", "tenant").labels)
-        waits = histogram(
-            "wake_wait_seconds", "Time that prompts waited for their model to wake, if they did.", "tenant", buckets=_WAKE_S
-        )
-        self.wake_waits = cache(waits.labels)
+        waits = "Time that prompts waited for their model to wake, if they did."
+        self.wake_waits = cache(histogram("wake_wait_seconds", waits, "tenant", buckets=_WAKE_S).labels)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from a cache.")
         self.output_tokens = counter("output_tokens", "Output tokens.")

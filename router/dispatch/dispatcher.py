@@ -221,7 +221,7 @@ class Dispatcher:
             if attempt.parked is not None:  # its last worker still has it
                 self._retry(attempt, retry_after_s)
             elif session.residency != "serving":  # its model can't wake
-                if not all([self._place(part) for part in self._split(attempt)]):
+                if not all(self._place(part) for part in self._split(attempt)):
                     self._fail(attempt.request, wake_failed(message, retry_after_s))
             elif attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
@@ -373,11 +373,11 @@ class Dispatcher:
             if only_streams and not attempt.request.started:
                 continue  # it keeps its place in the queue: elsewhere it could be refused
             exclude = self._unable(attempt.request) | {session.id}
-            if not attempt.park_asked and self._targets(attempt.longest, exclude):
+            if not attempt.park_asked and self._move_targets(attempt.longest, exclude):
                 self._ask_to_park(attempt, None)
                 free -= 1
 
-    def _targets(self, tokens: int, exclude: Container[str]) -> list[Candidate]:
+    def _move_targets(self, tokens: int, exclude: Container[str]) -> list[Candidate]:
         """The combined workers that streams may move to: those that serve."""
         return [one for one in self._workers.candidates("combined", tokens, exclude) if one.serving]
 
@@ -389,7 +389,7 @@ class Dispatcher:
         if session.residency != "serving":  # its streams go on after the next wake
             return False
         now = asyncio.get_running_loop().time()
-        return self._moves.suspicious(load.candidate, lambda: self._targets(1, ()), now)
+        return self._moves.suspicious(load.candidate, lambda: self._move_targets(1, ()), now)
 
     def _relieve(self, session: WorkerSession) -> None:
         """Asks a worker that is slow or full to park the attempt that gains most by moving, if one does."""
@@ -409,7 +409,7 @@ class Dispatcher:
             if len(attempt.choices) == 1 and now >= attempt.moved_at + REST_S
         }
         longest = max((self._attempts[key].longest for key in streams), default=0)
-        others = self._targets(longest, {session.id})
+        others = self._move_targets(longest, {session.id})
         move = self._moves.find(session.worker_load.candidate, list(streams.values()), others, now)
         if move is not None:
             self._ask_to_park(self._attempts[move.key], move)

@@ -366,9 +366,7 @@ class WorkerSession:
                 self._set_state(message.load.state)
                 if self.role != role:
                     listener.ready(self)
-                if self.worker_load is not None and (
-                    self.worker_load.sequences or self.load.residency != residency
-                ):
+                if self.worker_load is not None and (self.worker_load.sequences or self.load.residency != residency):
                     listener.reported(self)
             case "refusal":
                 listener.refusal(self, message.refusal)

@@ -111,8 +111,10 @@ class Workers:
 
     @property
     def residency(self) -> Residency | None:
-        """State of the model: that of the worker that can serve requests first. None if no worker takes any. May be read
-        on any thread."""
+        """State of the model on the worker that can serve requests first; None if no worker takes any.
+
+        May be read on any thread.
+        """
         states = {session.residency for session in _takers(self.sessions)}
         return next((state for state in BEST_FIRST if state in states), None)
 

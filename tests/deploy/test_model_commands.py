@@ -101,7 +101,11 @@ def answer(*workers: dict[str, Any]) -> dict[str, Any]:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Worker]]:
     """A running cluster: two workers of `chat` and one of `code` share devices, the one of `plain` does not."""
     monkeypatch.setenv("CPD_RUNTIME_DIR", str(tmp_path / "cpd"))
-    workers = {"chat-combined-0": Worker(), "chat-combined-1": Worker(), "code-combined-0": Worker("it never was awake")}
+    workers = {
+        "chat-combined-0": Worker(),
+        "chat-combined-1": Worker(),
+        "code-combined-0": Worker("it never was awake"),
+    }
     with contextlib.ExitStack() as stack:
         ports = {name: stack.enter_context(listening(worker)) for name, worker in workers.items()}
         document = answer(

@@ -55,15 +55,12 @@ def test_a_candidate_has_the_figures_of_hello_and_load() -> None:
 
 def test_a_worker_that_sleeps_serves_when_it_promised_or_after_an_assumed_time() -> None:
     load = _worker_load()
-    assert load.candidate.serving
     load.on_report(pb.Load(residency=pb.Residency(state=pb.Residency.STATE_ASLEEP)), 1.0)
-    assert not load.candidate.serving
     assert load.candidate.wake_ms(1.0) == load.candidate.wake_ms(9.0) == ASSUMED_WAKE_MS
     load.on_report(pb.Load(residency=pb.Residency(state=pb.Residency.STATE_DRAINING, serves_in_s=4.0)), 2.0)
     assert load.candidate.wake_ms(3.0) == pytest.approx(3000)
     assert load.candidate.wake_ms(7.0) == 0
     load.on_report(pb.Load(residency=pb.Residency(state=pb.Residency.STATE_SERVING)), 3.0)
-    assert load.candidate.serving
     assert load.candidate.wake_ms(3.0) == 0
 
 
