@@ -27,7 +27,8 @@ def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
 
 def test_on_a_narrow_terminal_only_long_names_are_folded() -> None:
     output = io.StringIO()
-    name = "Qwen3-30B-A3B-Instruct-2507-combined-0"
+    model = "Qwen3-30B-A3B-Instruct-2507"
+    name = f"{model}-combined-0"
     workers = [
         worker(name, residency={"state": "draining"}),
         worker("b", role="prefill", residency={"state": "serving"}),
