@@ -220,7 +220,7 @@ class Dispatcher:
             attempt.failures += 1
             if attempt.parked is not None:  # its last worker still has it
                 self._retry(attempt, retry_after_s)
-            elif session.residency != "serving":  # its model can't wake
+            elif session.residency in ("asleep", "waking"):  # its model can't wake
                 if not all(self._place(part) for part in self._split(attempt)):
                     self._fail(attempt.request, wake_failed(message, retry_after_s))
             elif attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
