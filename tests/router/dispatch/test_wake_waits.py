@@ -318,6 +318,33 @@ class TestLimits:
         assert error["message"] == f"The model could not be woken: {reason}"
         assert response.headers["retry-after"] == "9"
 
+    async def test_a_stream_whose_model_can_not_wake_goes_on_elsewhere(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        fails = asyncio.Event()
+
+        async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
+            count = 0
+            async for answer in says(REPLY)(submit):
+                if count == AFTER:
+                    await fails.wait()
+                    yield pb.Refusal(kind=pb.Refusal.KIND_FAILED, message="its checkpoint has vanished")
+                    return
+                count += 1
+                yield answer
+
+        source = await start_worker(script, worker_id="source", residency=SERVES)
+        router = await start_router(source)
+        call = _ask(router)
+        await eventually(lambda: _stands(router))
+        source.reside(ASLEEP)
+        await _is(router, source, "asleep")
+        other = await start_worker(says(REPLY), worker_id="other", residency=SERVES)
+        await router.knows(other)
+        fails.set()
+        assert await _text(call) == REPLY
+        assert len(other.submits) == 1
+
     async def test_after_a_wake_that_failed_another_worker_answers(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
