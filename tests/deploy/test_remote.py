@@ -30,7 +30,7 @@ def test_on_a_narrow_terminal_only_long_names_are_folded() -> None:
     model = "Qwen3-30B-A3B-Instruct-2507"
     name = f"{model}-combined-0"
     workers = [
-        worker(name, residency={"state": "draining"}),
+        worker(name, model=model, residency={"state": "draining"}),
         worker("b", role="prefill", residency={"state": "serving"}),
     ]
     Console(file=output, width=80).print(cluster_table({"workers": workers}))
