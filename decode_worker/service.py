@@ -183,8 +183,8 @@ class DecodeService:
         self._context.load_changed()
 
     def fail_all(self, reason: str) -> None:
-        """Fails every request: the model is asleep, and can't wake."""
-        for request in list(self._requests.values()):
+        """Fails every request but those parked for another worker: the model is asleep, and can't wake."""
+        for request in [one for one in self._requests.values() if not one.parking]:
             request.refuse(pb.Refusal.KIND_FAILED, reason)
             self._abort(request, [])
 

@@ -21,6 +21,8 @@ from deploy.state import ClusterDir, ClusterState, running_clusters
 from simulated_workers.simulation import NOTICE, SIMULATED
 
 _DOWN_S = 20.0
+_NAME_WIDTH = 10
+"""Width of a worker's name to which it is folded, in characters."""
 
 
 def down(cluster: str) -> None:
@@ -92,7 +94,7 @@ def status(cluster: str, as_json: bool) -> None:
     console.print(cluster_table(answer, drained))
     for line in machines(answer):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    for line in missing:
+    for line in (*reasons(answer), *missing):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not answer["redis"]["ok"]:
         console.print(f"Redis does not answer: {answer['redis']['error']}", markup=False)
@@ -126,26 +128,33 @@ def machines(answer: dict[str, Any]) -> list[str]:
     return [f"{host}: {', '.join(here)}" for host, here in sorted(names.items())] if len(names) > 1 else []
 
 
+def reasons(answer: dict[str, Any]) -> list[str]:
+    """Returns a line for each worker in a `/cluster` answer that can't be used, with the reason."""
+    return [f"{worker['id']}: {worker['reason']}" for worker in answer["workers"] if worker["reason"]]
+
+
 def cluster_table(answer: dict[str, Any], drained: Sequence[str] = ()) -> Table:
-    """Returns a table of the workers in a `/cluster` answer, and of processes that were drained and have ended."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("worker", no_wrap=True)
-    table.add_column("state", overflow="fold")
+    """Returns a table of the workers in a `/cluster` answer, and of processes that were drained and have ended.
+
+    On a narrow terminal long names are folded, and nothing else.
+    """
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("worker", overflow="fold", min_width=_NAME_WIDTH)
+    table.add_column("state", no_wrap=True)
     for heading in ("running", "waiting", "tokens", "pages: free", "cached", "used", "other"):
         table.add_column(heading, justify="right", no_wrap=True)
     for worker in answer["workers"]:
-        load, state = worker["load"], worker["state"]
-        if worker["reason"]:
-            state += f": {worker['reason']}"
-        cells = []
+        load, state, cells = worker["load"], worker["state"], []
+        if (residency := worker.get("residency")) and residency["state"] != "serving":
+            state += f", {residency['state']}"
         if load:
             pages = load["pages"]
             cells = [load["running"], load["waiting"], load["waiting_tokens"], pages["free"], pages["cached"]]
             cells += [pages["used"], pages["reserved"] + pages["quarantined"]]
         own_name = worker["id"].removeprefix(f"{worker.get('model', '')}-")
         role = "" if own_name.startswith(worker["role"]) else f" ({worker['role']})"
-        table.add_row(worker["id"] + role, Text(state), *(f"{cell:,}" for cell in cells))
+        table.add_row(Text(worker["id"] + role), Text(state), *(f"{cell:,}" for cell in cells))
     for name in drained:
         if all(one["id"] != name for one in (*answer["workers"], *answer["routers"])):
-            table.add_row(name, Text("drained"))
+            table.add_row(Text(name), Text("drained"))
     return table

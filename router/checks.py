@@ -31,6 +31,8 @@ def check_load(load: pb.Load) -> None:
         raise ProtocolError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
     if not 0 <= load.overdue_ms <= load.prefill_ms:
         raise ProtocolError(f"it reported {load.overdue_ms} ms of overdue prompts out of {load.prefill_ms} ms")
+    if not 0 <= load.residency.serves_in_s <= MAX_MS / 1e3:
+        raise ProtocolError(f"it promised to serve in {load.residency.serves_in_s} s")
     if not 0 <= load.slowdown <= SLOWDOWN_LIMIT:
         raise ProtocolError(f"it reported a slowdown of {load.slowdown}")
     tokens = max(load.waiting_tokens, load.queued_tokens, load.decode_context)

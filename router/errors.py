@@ -79,6 +79,11 @@ def waits_too_long(message: str, retry_after_s: float) -> ApiError:
     return unavailable(message, retry_after_s, code="wait_too_long")
 
 
+def wake_failed(reason: str, retry_after_s: float) -> ApiError:
+    """The model sleeps, and can't wake."""
+    return unavailable(f"The model could not be woken: {reason}", retry_after_s, code="wake_failed")
+
+
 def too_many(message: str, retry_after_s: float, *, kind: str = "tokens") -> ApiError:
     """The tenant already has its share of the cluster; it may retry after `retry_after_s` seconds."""
     headers = _retry_after(retry_after_s)

@@ -15,6 +15,7 @@ from router.usage import Usage
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+_WAKE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
 
 
 class RouterMetrics:
@@ -90,6 +91,8 @@ class RequestMetrics:
         self.itl = histogram("itl_seconds", "Gap between two outputs of one choice.", buckets=_GAP_S)
         self.e2e = cache(histogram("e2e_seconds", "Time from request to the end of its response.", "route").labels)
         self.queue = cache(histogram("queue_seconds", "Time of prompts in a worker's queue.", "tenant").labels)
+        waits = "Time that prompts waited for their model to wake, if they did."
+        self.wake_waits = cache(histogram("wake_wait_seconds", waits, "tenant", buckets=_WAKE_S).labels)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from a cache.")
         self.output_tokens = counter("output_tokens", "Output tokens.")

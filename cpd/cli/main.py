@@ -158,6 +158,49 @@ def role(
 
 
 @app.command()
+def models(cluster: ClusterName = "default") -> None:
+    """Show the models of the running cluster: which are on their devices, where, and since when."""
+    from deploy.model_commands import show_models
+
+    with clean_exit():
+        show_models(cluster)
+
+
+ModelOrWorker = Annotated[str, typer.Argument(metavar="MODEL|WORKER", help="As `cpd models` shows it.")]
+
+
+@app.command()
+def sleep(name: ModelOrWorker, cluster: ClusterName = "default") -> None:
+    """Free a model's device memory when its requests have ended; its next request wakes it."""
+    from deploy.model_commands import sleep as send_to_sleep
+
+    with clean_exit():
+        send_to_sleep(cluster, name)
+
+
+@app.command()
+def wake(name: ModelOrWorker, cluster: ClusterName = "default") -> None:
+    """Wake a model that sleeps, as a request would."""
+    from deploy.model_commands import wake as wake_model
+
+    with clean_exit():
+        wake_model(cluster, name)
+
+
+@app.command()
+def pin(
+    name: ModelOrWorker,
+    cluster: ClusterName = "default",
+    off: Annotated[bool, typer.Option("--off", help="Let others displace it again.")] = False,
+) -> None:
+    """Keep other models from displacing this one."""
+    from deploy.model_commands import pin as pin_model
+
+    with clean_exit():
+        pin_model(cluster, name, pinned=not off)
+
+
+@app.command()
 def plan(
     cluster: ClusterName = "default",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan of GET /cluster as JSON.")] = False,

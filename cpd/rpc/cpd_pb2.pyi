@@ -417,10 +417,11 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Park(_message.Message):
-    """Sent for a running request after a Load with `moving`, or with the role prefill. The worker stops computing it, keeps its full blocks in the
-    cache and answers with a Refusal of KIND_PARKED. It keeps them until the choices are aborted or resumed, or the
-    session ends. A request without a token is refused with KIND_REROUTE instead. Ignored for a request that has ended,
-    is parked already, or still receives pages: the router asks again after a later Load.
+    """Sent for a running request after a Load with `moving`, with the role prefill, or with a residency that drains, or because
+    the worker is slow or full. The worker stops computing it, keeps its full blocks in the cache and answers with a Refusal
+    of KIND_PARKED. It keeps them until the choices are aborted or resumed, or the session ends. A request without a token is
+    refused with KIND_REROUTE instead. Ignored for a request that has ended, is parked already, or still receives pages: the
+    router asks again after a later Load.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

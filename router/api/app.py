@@ -172,6 +172,7 @@ def _add_api(app: FastAPI, models: Models) -> dict[str, Endpoint]:
             "created": created,
             "owned_by": "cpd",
             "max_model_len": service.workers.model.max_model_len or None,
+            "state": service.workers.residency,
         }
 
     @app.get("/v1/models", responses=returns(ModelList, 401, 421))

@@ -50,6 +50,10 @@ _HEADERS = {
     },
     "x-cpd-decode-worker": _TEXT | {"description": "The combined worker that ran the first prompt."},
     "x-cpd-prefill-worker": _TEXT | {"description": "The prefill worker, with the route `remote`."},
+    "x-cpd-wake-ms": {
+        "schema": {"type": "integer"},
+        "description": "Time that the first prompt waited for its model to wake, in ms, if it did.",
+    },
 }
 _REQUEST_ID = {
     "name": "x-request-id",

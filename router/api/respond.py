@@ -2,6 +2,9 @@
 
 A stream's write has all events since the last write: a client that reads slowly gets several tokens at a time, a client
 that keeps up gets each token at once. Status and headers are sent with the first output, when the route is known.
+
+A stream that waits for a model to wake begins earlier, after COMMENT_S. Comments, which clients ignore, then keep
+proxies from closing the connection, also while a stream stands still in the middle.
 """
 
 import asyncio
@@ -21,6 +24,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.errors import ApiError, error_event
 from router.request_metrics import RequestMetrics
+
+COMMENT_S = 5.0
+"""Interval of the comments in a stream that waits for a model to wake, in seconds; the first one opens the stream."""
+
+COMMENT = b": model is waking\n\n"
 
 INLINE_TOKENS = 256
 """Length of the longest output that is parsed on the event loop, in about a millisecond."""
@@ -78,6 +86,8 @@ class CompletionResponse(Response):
         self._running = len(choices)
         self._updated: dict[int, Choice] = {}
         self._waiter: asyncio.Future[None] | None = None
+        self._comments: asyncio.TimerHandle | None = None
+        self._comment_is_due = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response, or nothing if the client hangs up first.
@@ -114,6 +124,8 @@ class CompletionResponse(Response):
             if route.prefill_worker:
                 report["prefill_worker"] = route.prefill_worker
             report["queue_ms"] = round(route.queue_ms, 1)
+            if route.wake_ms:
+                report["wake_ms"] = round(route.wake_ms, 1)
         if self._ttft_s is not None:
             report["ttft_ms"] = round(self._ttft_s * 1e3, 1)
         if self.usage is not None:
@@ -124,6 +136,8 @@ class CompletionResponse(Response):
 
     def forget(self) -> None:
         """Frees the requests, which refer to this object as it does to them."""
+        if self._comments is not None:
+            self._comments.cancel()
         self.requests = ()
 
     # ---- called by the dispatcher ----
@@ -137,6 +151,11 @@ class CompletionResponse(Response):
                 self._wake()
             self._ttft_s = self._loop.time() - self._received
             self._loop.call_soon(self._count_first, route, self._ttft_s)  # after the token is on its way
+
+    def waits_for_wake(self) -> None:
+        """A prompt, or a stream, has begun to wait for its worker to wake."""
+        if self._request.stream and self._comments is None:
+            self._comments = self._loop.call_later(COMMENT_S, self._comment)
 
     def updated(self, choice: Choice) -> None:
         """A choice has new text, or has ended."""
@@ -178,24 +197,40 @@ class CompletionResponse(Response):
         return whole()
 
     async def _send_stream(self, send: Send) -> None:
+        opened = False
         while self._route is None and not self._over:
             await self._wait()
-        if self.error is not None:
-            raise self.error
-        headers = [*self._start_headers(b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        chunks = [self._opening(choice) for choice in self._choices]
+            if self._comment_is_due and self._route is None and not self._over:
+                if not opened:
+                    await self._open_stream(send)
+                    opened = True
+                await self._send_comment(send)
+        if not opened:
+            if self.error is not None:
+                raise self.error
+            await self._open_stream(send)
+        chunks = [self._opening(choice) for choice in self._choices] if self.error is None else []
         over = False
         while not over:
             if any(chunks):
                 await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
             while not (self._updated or self._over):
                 await self._wait()
+                if self._comment_is_due and not self._over:
+                    await self._send_comment(send)
             updated, self._updated = self._updated, {}
             chunks = [chunk for choice in updated.values() for chunk in self._chunks(choice)]
             over = self._over
         chunks.extend(self._closing())
         await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+
+    async def _open_stream(self, send: Send) -> None:
+        headers = [*self._start_headers(b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_comment(self, send: Send) -> None:
+        self._comment_is_due = False
+        await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def _opening(self, choice: Choice) -> bytes:
         return self._format.first(choice.index, self.requests[choice.index // self._request.n].tokens)
@@ -233,6 +268,8 @@ class CompletionResponse(Response):
             headers += [(b"x-cpd-route", route.kind.encode()), (b"x-cpd-decode-worker", route.decode_worker.encode())]
             if route.prefill_worker:
                 headers.append((b"x-cpd-prefill-worker", route.prefill_worker.encode()))
+            if route.wake_ms:
+                headers.append((b"x-cpd-wake-ms", b"%d" % round(route.wake_ms)))
         return headers
 
     # ---- waiting and ending ----
@@ -244,6 +281,14 @@ class CompletionResponse(Response):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _comment(self) -> None:
+        """Has a comment sent if it still waits for a wake."""
+        self._comments = None
+        if not self._over and any(request.waits_for_wake for request in self.requests):
+            self._comment_is_due = True
+            self._comments = self._loop.call_later(COMMENT_S, self._comment)
+            self._wake()
 
     def _hang_up(self) -> None:
         self.gone = True

@@ -8,6 +8,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from router.dispatch.output import FinishReason
+from router.placement.worker_load import Residency
 
 ApiFinishReason = FinishReason | Literal["tool_calls"]
 """Why a chat choice ended: `tool_calls` if it called tools and ended by itself."""
@@ -187,13 +188,18 @@ class TextCompletionChunk(_Completion):
 
 
 class ModelCard(TypedDict):
-    """A model. `max_model_len` is the context length in tokens; it is null before a worker is connected."""
+    """A model. `max_model_len` is the context length in tokens; it is null before a worker is connected.
+
+    `state`: `serving`, or it sleeps and requests wait: `asleep`, `waking`, or `draining` for another model. Of several
+    workers the best one counts. Null: no worker takes requests.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int | None
+    state: Residency | None
 
 
 class ModelList(TypedDict):

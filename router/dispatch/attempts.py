@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
 from cpd.common.logs import fields
@@ -42,12 +42,14 @@ class RequestRoute:
         prefill_worker: Empty if the decode worker computed the prompt itself.
         cached_tokens: Prompt tokens taken from a cache.
         queue_ms: Time in the queue of the worker that computed the prompt.
+        wake_ms: Time that the request has waited for workers to wake, usually a part of `queue_ms`.
     """
 
     decode_worker: str
     prefill_worker: str
     cached_tokens: int
     queue_ms: float
+    wake_ms: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -60,6 +62,9 @@ class Consumer(Protocol):
 
     def started(self, route: RequestRoute) -> None:
         """The first output of a request has arrived. Called once per request."""
+
+    def waits_for_wake(self) -> None:
+        """A request, or a choice that has output, has begun to wait for its worker to wake."""
 
     def updated(self, choice: Choice) -> None:
         """A choice has new text, or has ended."""
@@ -83,6 +88,9 @@ class RoutedRequest:
         load_class: Its class in what the planner measures; None before the first placement.
         outputs: Tokens of each choice so far.
         started: Some choice has output.
+        gives_up_at: Loop time at which it is given up without a first token, not counting waits for a wake; infinite
+            before the first placement.
+        wake_s: Time that its placements without a token have waited for a wake, but for the present one.
         expiry: Gives the request up if it has waited too long; None if it has output.
     """
 
@@ -102,6 +110,8 @@ class RoutedRequest:
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
     attempts: set["Attempt"] = field(init=False, default_factory=set)
+    gives_up_at: float = field(init=False, default=inf)
+    wake_s: float = field(init=False, default=0.0)
     expiry: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -128,6 +138,17 @@ class RoutedRequest:
         parts = (known[-1] if known else self.hash_root, rest, sampling.SerializeToString(deterministic=True))
         return blake2b(b"".join(blake2b(part).digest() for part in parts), digest_size=16).digest()
 
+    def end_expiry(self) -> None:
+        """The request is not given up any more."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+    @property
+    def waits_for_wake(self) -> bool:
+        """True while one of its choices waits for its worker to wake."""
+        return any(attempt.waits_since is not None for attempt in self.attempts)
+
     def with_output(self, emitted: Sequence[int]) -> tuple[bytes, list[bytes]]:
         """The tokens of prompt and `emitted` together, and the hashes of their full blocks."""
         known = self.block_hashes
@@ -135,6 +156,18 @@ class RoutedRequest:
             return self.tokens, known
         tokens, parent = self.tokens + pack_tokens(emitted), known[-1] if known else self.hash_root
         return tokens, known + extend_hashes(parent, tokens[len(known) * BLOCK_SIZE * TOKEN_BYTES :])
+
+
+class FullQueue(NamedTuple):
+    """A worker's queue that had no room.
+
+    Attributes:
+        retry_after_s: Time in which what waits there will have been computed.
+        over_share: Only this tenant's share of the queue was full.
+    """
+
+    retry_after_s: float
+    over_share: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +209,7 @@ class Attempt:
         prefill_session: The worker that computes its prompt; None once the first token is there.
         decision: The record of its current placement.
         refused_by: Workers that refused it since it last lost or waited for a worker; they are not tried again.
-        queue_full: Their refusals for full queues.
+        queue_full: Their full queues.
         failed_prefill: Prefill workers that failed it; they are not tried again.
         losses, lost_by: Workers lost while running it. They get it again only if there are no others.
         crashes: Those that crashed, since its probation last ended. Not empty: the attempt is a suspect.
@@ -184,6 +217,8 @@ class Attempt:
         probation: Tokens until it is no longer a suspect.
         deadline: Loop time until which it may wait for a worker; None if it did not wait since its last token.
         timer: Retries it while it waits; None otherwise.
+        waits_since: Loop time since which it waits for a worker to wake; None: it does not.
+        promised_at: Loop time at which that worker serves at the latest, as it first promised; None: it has not.
         park_asked: Its worker was asked to park it, since that worker's last load report.
         move: Why its worker was asked to park it, and where it goes; None if the worker gives all its attempts away.
         stays_until: Loop time before which it is not moved again, because no other worker took it.
@@ -199,7 +234,7 @@ class Attempt:
     prefill_session: WorkerSession | None = None
     decision: Decision | None = None
     refused_by: set[str] = field(default_factory=set)
-    queue_full: list[pb.Refusal] = field(default_factory=list)
+    queue_full: list[FullQueue] = field(default_factory=list)
     failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
     lost_by: set[str] = field(default_factory=set)
@@ -210,11 +245,18 @@ class Attempt:
     reroutes: int = 0
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
+    waits_since: float | None = None
+    promised_at: float | None = None
     park_asked: bool = False
     move: Move | None = None
     stays_until: float = 0.0
     moved_at: float = -inf
     parked: Parked | None = None
+
+    @property
+    def workers(self) -> list[WorkerSession]:
+        """The workers that have its choices and, without a first token, its prompt."""
+        return [one for one in (self.session, self.prefill_session) if one is not None]
 
     @property
     def longest(self) -> int:
@@ -318,9 +360,10 @@ class Attempt:
         if decision is None:
             return
         if computed_by is not None:
-            decision.prefilled.CopyFrom(prefilled)
+            decision.on_prefilled(prefilled)
             as_planned = (prefilled.prefill_worker or decision.placement.decode.worker_id) == computed_by.id
-            if as_planned and self.parked is None and computed_by.worker_load is not None:
+            woke = bool(decision.wake_s or decision.placement.chosen.cost.wake_ms)  # says nothing about the speed
+            if as_planned and self.parked is None and not woke and computed_by.worker_load is not None:
                 placement, actual_ms = decision.placement, (now - decision.placed_at) * 1e3
                 learning.first_token(computed_by.worker_load.errors, placement, actual_ms, now)
             self._prompt_computed()
@@ -343,6 +386,8 @@ class Attempt:
         self._prompt_computed()
         if self.decision is not None:
             self.decision.outcome = outcome
+            if not self.request.started:
+                self.request.wake_s += self.decision.wake_s
             self.decision = None
         if self.session is not None and self.session.worker_load is not None:
             self.session.worker_load.sequences_ended(len(self.choices))

@@ -14,8 +14,9 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
 A new request is refused before it is placed if its prompt would wait longer than it may, as predicted. It is given up
-once it has waited longer without a first token. An attempt that has run before and finds no worker waits up to
-MAX_WAIT_S for one. Nothing else waits here. An emitted token is never sampled again; a replay continues after it.
+once it has waited longer without a first token; waits for a model to wake count apart (wake_waits.py). An attempt that
+has run before and finds no worker waits up to MAX_WAIT_S for one. Nothing else waits here. An emitted token is never
+sampled again; a replay continues after it.
 
 Any request on a worker that crashed may be the cause. Each is a suspect until its replay has PROBATION_TOKENS more
 tokens. A worker runs only one suspect at a time, beside requests that are none, so the next crash says which one it is.
@@ -32,12 +33,23 @@ from cpd.planner.arrivals import Arrivals
 from cpd.planner.load import RequestClass
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
-from router.dispatch.attempts import Attempt, Parked, RequestRoute, RoutedRequest
+from router.dispatch.attempts import Attempt, FullQueue, Parked, RequestRoute, RoutedRequest
 from router.dispatch.convictions import REMEMBERED_S, Convictions
 from router.dispatch.loop_slices import LoopSlices
+from router.dispatch.wake_waits import WakeWaits
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
-from router.errors import ApiError, crashes_workers, failed, one_line, too_many, unavailable, waits_too_long
+from router.errors import (
+    ApiError,
+    crashes_workers,
+    failed,
+    one_line,
+    too_many,
+    unavailable,
+    waits_too_long,
+    wake_failed,
+)
+from router.placement.candidate import Candidate
 from router.placement.decisions import Decisions
 from router.placement.moves import Move, Moves, Stream
 from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
@@ -127,6 +139,7 @@ class Dispatcher:
         self._convictions = Convictions()
         self._slices = LoopSlices(self._on_output)
         self._moves = Moves(targets, workers.learning.settings)
+        self._wakes = WakeWaits(self._expired)
 
     # ---- called by the API ----
 
@@ -145,17 +158,16 @@ class Dispatcher:
         assert attempt.decision is not None
         # a prompt may be under way when it has waited as long as it may: it gets twice the time that it should take
         cost = attempt.decision.placement.chosen.cost
-        gives_up_at = request.received + self._max_wait_s + 2 * (cost.prefill_ms + cost.handoff_ms) / 1e3
-        loop = asyncio.get_running_loop()
-        request.expiry = loop.call_at(min(gives_up_at, request.needed_at), self._expired, request)
+        may_take_s = self._max_wait_s + 2 * (cost.prefill_ms + cost.handoff_ms) / 1e3
+        self._wakes.limit(attempt, request.received + may_take_s)
 
     def cancel(self, request: RoutedRequest) -> None:
         """Ends a request on all its workers."""
-        _end_expiry(request)
         for attempt in list(request.attempts):
             if attempt.session is not None:
                 attempt.session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
             self._remove(attempt, "cancelled")
+        request.end_expiry()
 
     def close(self) -> None:
         """Fails all running requests, because the router stops."""
@@ -188,11 +200,11 @@ class Dispatcher:
             self._on_parked(attempt, session)
             return
         retry_after_s, message, reason = _retry_after_s(refusal), one_line(refusal.message), _reason(refusal)
-        attempt.detach(f"{reason}: {message}")
+        self._detach(attempt, f"{reason}: {message}")
         self._metrics.refusals(reason).inc()
         attempt.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
-            attempt.queue_full.append(refusal)
+            attempt.queue_full.append(FullQueue(retry_after_s + _wake_s(session), refusal.over_share))
             if len(attempt.queue_full) < MAX_QUEUE_FULL or attempt.losses or attempt.request.started:
                 self._retry(attempt, retry_after_s)
             else:
@@ -208,11 +220,17 @@ class Dispatcher:
             attempt.failures += 1
             if attempt.parked is not None:  # its last worker still has it
                 self._retry(attempt, retry_after_s)
+            elif session.residency in ("asleep", "waking"):  # its model can't wake
+                if not all(self._place(part) for part in self._split(attempt)):
+                    self._fail(attempt.request, wake_failed(message, retry_after_s))
             elif attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
 
     def reported(self, session: WorkerSession) -> None:
-        """Moves attempts away from a worker that gives them away, or is slow or full, as its load report says."""
+        """Handles a load report: the worker sleeps or wakes; or it gives its attempts away, or is slow or full, so that
+        they move."""
+        if session.shared:
+            self._wakes.reported(session, self._attempts.values())
         if not (session.gives_away or self._suspicious(session)):
             return
         for attempt in self._attempts.values():
@@ -239,7 +257,7 @@ class Dispatcher:
         for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
             if attempt.id not in self._attempts:
                 continue  # another attempt of its request has failed
-            attempt.detach("worker lost")
+            self._detach(attempt, "worker lost")
             self._metrics.replays.inc()
             attempt.losses += 1
             attempt.lost_by.add(session.id)
@@ -293,6 +311,8 @@ class Dispatcher:
         request, index, prefilled, token_ids = attempt.request, output.choice, output.prefilled, output.token_ids
         choice, loop = request.choices[index], asyncio.get_running_loop()
         now = loop.time()
+        if attempt.waits_since is not None:
+            self._wakes.end(attempt)
         attempt.on_output(index, prefilled, now, self._learning)
         if attempt.parked is not None:
             self._moved(attempt)
@@ -308,11 +328,11 @@ class Dispatcher:
             request.consumer.updated(choice)
         if not request.started:
             request.started = True
-            _end_expiry(request)
-            request.consumer.started(
-                RequestRoute(session.id, prefilled.prefill_worker, prefilled.cached_tokens, prefilled.queue_ms)
-            )
-            loop.call_soon(self._count_first, request, prefilled)  # after the tokens are on their way
+            request.end_expiry()
+            wake_s = request.wake_s + (attempt.decision.wake_s if attempt.decision is not None else 0.0)
+            worker, cached_tokens, queue_ms = prefilled.prefill_worker, prefilled.cached_tokens, prefilled.queue_ms
+            request.consumer.started(RequestRoute(session.id, worker, cached_tokens, queue_ms, wake_s * 1e3))
+            loop.call_soon(self._count_first, request, prefilled, wake_s)  # after the tokens are on their way
         if output.finish != pb.FINISH_NONE:
             self._choice_done(attempt, index)
         elif choice.finish is not None:  # by a stop string, which the worker does not know
@@ -326,7 +346,9 @@ class Dispatcher:
             attempt.crashes.clear()
             self._suspects.discard(attempt)
 
-    def _count_first(self, request: RoutedRequest, prefilled: pb.Prefilled) -> None:
+    def _count_first(self, request: RoutedRequest, prefilled: pb.Prefilled, wake_s: float) -> None:
+        if wake_s:
+            self._metrics.wake_waits(request.tenant).observe(wake_s)
         self._metrics.queue(request.tenant).observe(prefilled.queue_ms / 1e3)
         self._metrics.usage.prompt(request.tenant, request.prompt_len, prefilled.cached_tokens)
 
@@ -344,21 +366,30 @@ class Dispatcher:
     def _move(self, session: WorkerSession) -> None:
         """Asks a worker that gives its attempts away to park the next ones for which there is another worker."""
         free = self._free_moves(session)
+        only_streams = not (session.load.moving or session.role == "prefill")  # the worker goes on after its next wake
         for attempt in self._movable(session):
             if free <= 0:
                 break
-            exclude = self._unable(attempt.request)
-            if not attempt.park_asked and self._workers.candidates("combined", attempt.longest, exclude):
+            if only_streams and not attempt.request.started:
+                continue  # it keeps its place in the queue: elsewhere it could be refused
+            exclude = self._unable(attempt.request) | {session.id}
+            if not attempt.park_asked and self._move_targets(attempt.longest, exclude):
                 self._ask_to_park(attempt, None)
                 free -= 1
+
+    def _move_targets(self, tokens: int, exclude: Container[str]) -> list[Candidate]:
+        """The combined workers that streams may move to: those that serve."""
+        return [one for one in self._workers.candidates("combined", tokens, exclude) if one.serving]
 
     def _suspicious(self, session: WorkerSession) -> bool:
         """True if streams may have to move because the worker is slow or full."""
         load = session.worker_load
         if not (self._learning.settings.moves and self._learning.trusted and session.live and load is not None):
             return False
+        if session.residency != "serving":  # its streams go on after the next wake
+            return False
         now = asyncio.get_running_loop().time()
-        return self._moves.suspicious(load.candidate, lambda: self._workers.candidates("combined", 1), now)
+        return self._moves.suspicious(load.candidate, lambda: self._move_targets(1, ()), now)
 
     def _relieve(self, session: WorkerSession) -> None:
         """Asks a worker that is slow or full to park the attempt that gains most by moving, if one does."""
@@ -378,7 +409,7 @@ class Dispatcher:
             if len(attempt.choices) == 1 and now >= attempt.moved_at + REST_S
         }
         longest = max((self._attempts[key].longest for key in streams), default=0)
-        others = self._workers.candidates("combined", longest, exclude={session.id})
+        others = self._move_targets(longest, {session.id})
         move = self._moves.find(session.worker_load.candidate, list(streams.values()), others, now)
         if move is not None:
             self._ask_to_park(self._attempts[move.key], move)
@@ -403,7 +434,7 @@ class Dispatcher:
         move = attempt.move
         target, why = (move.target, f" to {move.target}: {move.describe()}") if move is not None else ("", "")
         parked = Parked(session, pb.Park(request=attempt.id, attempt=attempt.number), target)
-        attempt.detach(f"parked, to move{why}")
+        self._detach(attempt, f"parked, to move{why}")
         attempt.refused_by.clear()
         attempt.queue_full.clear()
         for part in self._split(attempt):
@@ -419,7 +450,7 @@ class Dispatcher:
             "the request leaves worker %s, which is slow to start it", session.id, extra=attempt.request.log_fields
         )
         session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
-        attempt.detach("slow to start")
+        self._detach(attempt, "slow to start")
         attempt.refused_by.add(session.id)
         self._place_or_wait(attempt, RETRY_S)
 
@@ -457,6 +488,8 @@ class Dispatcher:
         # workers lost while running it get it again only if there are no others
         combined = workers.takers(longest, exclude=attempt.lost_by | refused_by)
         combined = combined or workers.takers(longest, exclude=refused_by)
+        if parked is not None:  # the worker that it leaves may take requests, if only another model needs its memory
+            combined = [one for one in combined if one.serving and one.worker_id != parked.session.id]
         if parked is not None and parked.target:
             combined = [one for one in combined if one.worker_id == parked.target]
         # no other worker takes it: it goes on where it is parked, unless it is a suspect and others are there
@@ -512,6 +545,7 @@ class Dispatcher:
             self._moves.forget(parked.session.id)
         decode.submit(submit)
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
+        self._wakes.placed(attempt)
         self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()
         if attempt.parked is not None:
             asyncio.get_running_loop().call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
@@ -532,24 +566,30 @@ class Dispatcher:
             raise crashes_workers(f"{message} Tell the operator of this server its request id.")
 
     def _check_wait(self, request: RoutedRequest, placement: Placement, situation: Situation) -> None:
-        """Raises ApiError if the request would wait longer than it may before its prompt is computed."""
+        """Raises ApiError if the request would wait longer than it may before its prompt is computed.
+
+        How long the model takes to wake does not count: what is promised is an upper bound, and a request that was
+        refused would not have woken it.
+        """
         if not situation.trusted:
             return
         chosen = placement.chosen
-        wait_s = chosen.cost.wait_ms / 1e3
+        wait_s, wake_s = chosen.cost.wait_ms / 1e3, chosen.cost.wake_ms / 1e3
         if wait_s > self._max_wait_s:
             message = f"The request would wait {wait_s:.0f} s, longer than the {self._max_wait_s:g} s that it may."
-            raise waits_too_long(f"{message} Try again later.", wait_s)
-        ttft_s, left_s = chosen.ttft_ms / 1e3, request.needed_at - situation.now
+            raise waits_too_long(f"{message} Try again later.", wake_s + wait_s)
+        ttft_s, left_s = chosen.ttft_ms / 1e3 - wake_s, request.needed_at - situation.now
         if ttft_s > left_s:
             message = f"The first token would come in {ttft_s:.1f} s, and the request allows {max(0.0, left_s):.1f} s."
-            raise waits_too_long(f"{message} Try again later.", wait_s)
+            raise waits_too_long(f"{message} Try again later.", wake_s + wait_s)
 
     def _expired(self, request: RoutedRequest) -> None:
         """Gives up a request that has waited too long."""
         now = asyncio.get_running_loop().time()
-        waits_ms = [one.queue_ms(now) + one.overdue_ms for one in self._workers.takers(1)]
+        waits_ms = [one.wake_ms(now) + one.queue_ms(now) + one.overdue_ms for one in self._workers.takers(1)]
         message = f"There was no first token after {now - request.received:.1f} s, so the request is given up."
+        if request.waits_for_wake:
+            message = f"The model was not awake after {now - request.received:.1f} s, so the request is given up."
         self._fail(request, waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3))
 
     def _unable(self, request: RoutedRequest) -> set[str]:
@@ -633,19 +673,17 @@ class Dispatcher:
             attempt.timer.cancel()
             attempt.timer = None
 
+    def _detach(self, attempt: Attempt, outcome: str) -> None:
+        self._wakes.end(attempt)
+        attempt.detach(outcome)
+
     def _remove(self, attempt: Attempt, outcome: str) -> None:
         self._end_wait(attempt)
         self._unpark(attempt)
-        attempt.detach(outcome)
+        self._detach(attempt, outcome)
         self._attempts.pop(attempt.id, None)
         self._suspects.discard(attempt)
         attempt.request.attempts.discard(attempt)
-
-
-def _end_expiry(request: RoutedRequest) -> None:
-    if request.expiry is not None:
-        request.expiry.cancel()
-        request.expiry = None
 
 
 def _reason(refusal: pb.Refusal) -> str:
@@ -661,9 +699,15 @@ def _retry_after_s(refusal: pb.Refusal) -> float:
     return min(refusal.retry_after_ms / 1e3, MAX_RETRY_S) or RETRY_S
 
 
-def _queues_full(refusals: Sequence[pb.Refusal], retry_after_s: float) -> ApiError:
+def _wake_s(session: WorkerSession) -> float:
+    """Time until the worker serves, in seconds; 0 if it does."""
+    now = asyncio.get_running_loop().time()
+    return session.worker_load.candidate.wake_ms(now) / 1e3 if session.worker_load is not None else 0.0
+
+
+def _queues_full(refusals: Sequence[FullQueue], retry_after_s: float) -> ApiError:
     """The error for full queues: 429 if only this tenant's share of them is used up, else 503."""
-    soonest_s = min(map(_retry_after_s, refusals), default=retry_after_s)
-    if refusals and all(refusal.over_share for refusal in refusals):
+    soonest_s = min((one.retry_after_s for one in refusals), default=retry_after_s)
+    if refusals and all(one.over_share for one in refusals):
         return too_many("Too many of your requests are waiting already; try again later.", soonest_s)
     return unavailable("All workers' queues are full; try again later.", soonest_s, code="queue_full")

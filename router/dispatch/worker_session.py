@@ -21,6 +21,7 @@ silent or still takes connections has not crashed.
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
@@ -36,7 +37,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
 from router.placement.learning import Learning, WorkerErrors
-from router.placement.worker_load import WorkerLoad
+from router.placement.worker_load import Residency, WorkerLoad, residency_of
 from router.prefix_index.block_table import KEY_BYTES
 from router.prefix_index.index import PrefixIndex
 
@@ -113,6 +114,7 @@ class WorkerSession:
         takes_any: The worker serves requests and prefill requests whatever its role; older workers do not.
         hello: The worker's description of itself; None while not connected.
         load: Its last load report; empty before the first.
+        residency_since: When `residency` last changed, or the session began, in seconds since 1970.
         reason: Reason why there is no session, for humans.
         worker_load: The load estimate for placements; None while not connected.
         settled: True after the first attempt to connect has succeeded or failed.
@@ -135,6 +137,7 @@ class WorkerSession:
         self.id = member.id
         self.hello: pb.Hello | None = None
         self.load = pb.Load()
+        self.residency_since = 0.0
         self.reason = ""
         self.worker_load: WorkerLoad | None = None
         self.settled = False
@@ -167,7 +170,17 @@ class WorkerSession:
     @property
     def gives_away(self) -> bool:
         """True if this router's requests move from the worker to others that take them."""
-        return self.load.moving or self.role == "prefill"
+        return self.load.moving or self.role == "prefill" or self.residency == "draining"
+
+    @property
+    def residency(self) -> Residency:
+        """State of its model; `serving` if the device is not shared."""
+        return residency_of(self.load)
+
+    @property
+    def shared(self) -> bool:
+        """True if its device is shared, so that its model may sleep."""
+        return self.load.HasField("residency")
 
     @property
     def failed(self) -> bool:
@@ -267,7 +280,7 @@ class WorkerSession:
                 listener.lost(self, crashed=crashed)
             except Exception:  # an error with one request must not end the session with this worker for good
                 log.exception("the requests of worker %s could not be placed again", self.id)
-        self.hello, self.load, self.worker_load = None, pb.Load(), None
+        self.hello, self.load, self.worker_load, self.residency_since = None, pb.Load(), None, 0.0
         self._set_role(pb.ROLE_UNSPECIFIED)
         self._on_hello()
 
@@ -348,12 +361,12 @@ class WorkerSession:
             case "cache":
                 await self._on_events(message.cache)
             case "load":
-                before = self.role
+                role, residency = self.role, self.load.residency
                 self._on_load(message.load)
                 self._set_state(message.load.state)
-                if self.role != before:
+                if self.role != role:
                     listener.ready(self)
-                if self.worker_load is not None and self.worker_load.sequences:
+                if self.worker_load is not None and (self.worker_load.sequences or self.load.residency != residency):
                     listener.reported(self)
             case "refusal":
                 listener.refusal(self, message.refusal)
@@ -394,9 +407,11 @@ class WorkerSession:
 
     def _on_load(self, load: pb.Load) -> None:
         assert self.worker_load is not None
-        before = self.role
+        before, residency = self.role, self.residency
         self.worker_load.on_report(load, asyncio.get_running_loop().time())
         self.load = load
+        if self.residency != residency or not self.residency_since:
+            self.residency_since = time.time()
         if load.role:
             self._set_role(load.role)
         if self.role != before:

@@ -6,7 +6,7 @@ is no longer listed is kept until its session ends.
 
 import asyncio
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -18,6 +18,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
 from router.placement.candidate import Candidate
 from router.placement.learning import Learning
+from router.placement.worker_load import Residency
 from router.prefix_index.index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ SWEEP_S = 0.5
 
 SWEEP_PAUSE_S = 0.01
 """Pause while the index is cleared of lost workers, after every millisecond of work; in seconds."""
+
+BEST_FIRST: Sequence[Residency] = ("serving", "waking", "draining", "asleep")
 
 ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
 
@@ -104,7 +107,16 @@ class Workers:
     @property
     def ready(self) -> bool:
         """True if it is settled and a worker takes requests."""
-        return self.settled and any(self._takers())
+        return self.settled and any(_takers(self._sessions.values()))
+
+    @property
+    def residency(self) -> Residency | None:
+        """State of the model on the worker that can serve requests first; None if no worker takes any.
+
+        May be read on any thread.
+        """
+        states = {session.residency for session in _takers(self.sessions)}
+        return next((state for state in BEST_FIRST if state in states), None)
 
     @property
     def model(self) -> ClusterModel:
@@ -130,7 +142,7 @@ class Workers:
     def any_with_grammars(self) -> bool:
         """True if a worker that takes requests can constrain outputs to grammars."""
         unable = self.without_grammars
-        return any(session.id not in unable for session in self._takers())
+        return any(session.id not in unable for session in _takers(self._sessions.values()))
 
     def get(self, worker_id: str) -> WorkerSession:
         """The session with a worker that `candidates` returned."""
@@ -145,12 +157,7 @@ class Workers:
     def takers(self, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
         """The workers that take requests, as `candidates` returns them: the combined ones, or, while none of these is
         live, the prefill workers."""
-        return _candidates(self._takers(), tokens, exclude)
-
-    def _takers(self) -> list[WorkerSession]:
-        live = [session for session in self._sessions.values() if session.live]
-        combined = [session for session in live if session.role == "combined"]
-        return combined or [session for session in live if session.takes_any]
+        return _candidates(_takers(self._sessions.values()), tokens, exclude)
 
     async def sweep(self) -> None:
         """Clears the index of workers that are gone, until cancelled."""
@@ -228,6 +235,13 @@ class Workers:
 
     def _on_hello(self) -> None:
         self._model = None
+
+
+def _takers(sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
+    """Those of the workers that take requests."""
+    live = [session for session in sessions if session.live]
+    combined = [session for session in live if session.role == "combined"]
+    return combined or [session for session in live if session.takes_any]
 
 
 def _candidates(sessions: Sequence[WorkerSession], tokens: int, exclude: Container[str]) -> list[Candidate]:

@@ -16,6 +16,7 @@ from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerAnswer
 from router.operations.worker_metrics import pages
 from router.placement.decisions import Decisions
+from router.placement.worker_load import Residency
 
 T = TypeVar("T")
 
@@ -93,10 +94,24 @@ class WorkerLoad(TypedDict):
     host: HostMemory
 
 
+class WorkerResidency(TypedDict):
+    """Whether the model of a worker is on its device, which is shared (docs/models.md).
+
+    `serves_in_s`: it serves after this time at the latest, as promised; 0: it serves, or was not asked to. `pinned`: no
+    other model may displace it. `since`: when its state began, as far as the routers have seen, in seconds since 1970.
+    """
+
+    state: Residency
+    serves_in_s: float
+    pinned: bool
+    since: float
+
+
 class WorkerStatus(TypedDict):
     """A worker. `state`, `reason` and `cached_blocks` are the answering router's; `routers` has all routers' views.
 
     `model` is the name of its model; empty if it does not say, in a cluster of several models.
+    `residency` is null if its device is not shared.
     """
 
     id: str
@@ -111,6 +126,7 @@ class WorkerStatus(TypedDict):
     reason: str | None
     cached_blocks: int
     routers: dict[str, RouterView]
+    residency: WorkerResidency | None
     info: WorkerInfo | None
     load: WorkerLoad | None
 
@@ -142,11 +158,13 @@ class RedisStatus(TypedDict):
 
 
 class ModelStatus(TypedDict):
-    """A model that is served. `ready`: a worker takes its requests. `trusted` as in the cluster's state."""
+    """A model that is served. `ready`: a worker takes its requests. `state` as in `GET /v1/models`. `trusted` as in the
+    cluster's state."""
 
     name: str
     aliases: list[str]
     ready: bool
+    state: Residency | None
     trusted: bool
     max_model_len: int | None
 
@@ -199,6 +217,7 @@ def _model(served: Served) -> ModelStatus:
         "name": served.name,
         "aliases": list(served.aliases),
         "ready": workers.ready,
+        "state": workers.residency,
         "trusted": workers.learning.trusted,
         "max_model_len": workers.model.max_model_len or None,
     }
@@ -218,13 +237,21 @@ def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]
     workers = {worker["id"]: worker for worker in own["workers"]}
     for status in seen.values():
         for worker in status["workers"]:
-            workers.setdefault(worker["id"], worker)["routers"].update(worker["routers"])
+            known = workers.setdefault(worker["id"], worker)
+            known["routers"].update(worker["routers"])
+            _merge_since(known.get("residency"), worker.get("residency"))
     for router in own["routers"]:
         router["ready"] = router["id"] in seen and seen[router["id"]]["ready"]
         router["trusted"] = seen[router["id"]]["trusted"] if router["id"] in seen else None
         router["error"] = errors.get(router["id"])
     own["workers"] = [workers[worker_id] for worker_id in sorted(workers)]
     return own
+
+
+def _merge_since(own: WorkerResidency | None, other: WorkerResidency | None) -> None:
+    """A router that saw the change knows better since when than one that started later. Older ones do not say it."""
+    if own is not None and other is not None and own["state"] == other["state"]:
+        own["since"] = min(own["since"], other["since"])
 
 
 def _worker(session: WorkerSession, router_id: str, served: Served) -> WorkerStatus:
@@ -270,8 +297,21 @@ def _worker(session: WorkerSession, router_id: str, served: Served) -> WorkerSta
         "reason": own["reason"],
         "cached_blocks": cached_blocks,
         "routers": {router_id: own},
+        "residency": _residency(session),
         "info": info,
         "load": report,
+    }
+
+
+def _residency(session: WorkerSession) -> WorkerResidency | None:
+    if not session.shared:
+        return None
+    told = session.load.residency
+    return {
+        "state": session.residency,
+        "serves_in_s": told.serves_in_s,
+        "pinned": told.pinned,
+        "since": session.residency_since,
     }
 
 

@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cpd.rpc import cpd_pb2 as pb
-from router.dispatch.workers import Workers
+from router.dispatch.worker_session import WorkerSession
+from router.dispatch.workers import BEST_FIRST, Workers
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
@@ -50,15 +51,7 @@ _LABELLED: dict[str, tuple[_Family, str, str, Callable[[pb.Load], Mapping[str, i
 }
 """Metrics with one more label, and their values by that label."""
 
-
-_RESIDENCY_STATES = {
-    "serving": pb.Residency.STATE_SERVING,
-    "asleep": pb.Residency.STATE_ASLEEP,
-    "waking": pb.Residency.STATE_WAKING,
-    "draining": pb.Residency.STATE_DRAINING,
-}
-
-_RESIDENCY: dict[str, tuple[str, Callable[[pb.Residency], float]]] = {
+_OF_RESIDENCY: dict[str, tuple[str, Callable[[pb.Residency], float]]] = {
     "cpd_worker_wakes": ("Wakes of its model after the first load.", attrgetter("wakes")),
     "cpd_worker_wake_wait_seconds": ("Time in which requests waited for these wakes.", attrgetter("waited_s")),
     "cpd_gpu_cas_conflicts": ("Writes of the device's record that came too late.", attrgetter("cas_conflicts")),
@@ -88,26 +81,29 @@ class WorkerMetrics(Collector):
             for names, worker in workers:
                 family.add_metric(names, getattr(worker.load, field))
             yield family
+        if shared := [(names, worker) for names, worker in workers if worker.shared]:
+            yield from self._residencies(shared)
         for name, (kind, text, label, values) in _LABELLED.items():
             family = kind(f"cpd_worker_{name}", text, labels=[*_LABELS, label])
             for names, worker in workers:
                 for value, count in sorted(values(worker.load).items()):
                     family.add_metric([*names, value], count)
             yield family
-        shared = [(names, worker.load.residency) for names, worker in workers if worker.load.HasField("residency")]
-        if shared:
-            yield from _residency(shared)
 
-
-def _residency(shared: Sequence[tuple[list[str], pb.Residency]]) -> Iterable[Metric]:
-    """Returns the metrics of workers on shared devices."""
-    states = GaugeMetricFamily("cpd_worker_residency", "1 for its model's state.", labels=[*_LABELS, "state"])
-    for names, residency in shared:
-        for name, state in _RESIDENCY_STATES.items():
-            states.add_metric([*names, name], int(residency.state == state))
-    yield states
-    for metric, (text, value) in _RESIDENCY.items():
-        counter = CounterMetricFamily(metric, text, labels=_LABELS)
-        for names, residency in shared:
-            counter.add_metric(names, value(residency))
-        yield counter
+    def _residencies(self, shared: Sequence[tuple[list[str], WorkerSession]]) -> Iterable[Metric]:
+        """Metrics of the model and of its workers, whose devices are shared."""
+        of_model = GaugeMetricFamily("cpd_model_state", "1 for the state of the model.", labels=["router", "state"])
+        of_worker = GaugeMetricFamily(
+            "cpd_worker_residency", "1 for the state of the worker's model.", labels=[*_LABELS, "state"]
+        )
+        best = self._workers.residency
+        for state in BEST_FIRST:
+            of_model.add_metric([self._workers.router_id, state], int(state == best))
+            for names, worker in shared:
+                of_worker.add_metric([*names, state], int(state == worker.residency))
+        yield from (of_model, of_worker)
+        for metric, (text, value) in _OF_RESIDENCY.items():
+            counter = CounterMetricFamily(metric, text, labels=_LABELS)
+            for names, worker in shared:
+                counter.add_metric(names, value(worker.load.residency))
+            yield counter

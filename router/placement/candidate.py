@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from cpd.performance.colocation import Colocation, PrefillEstimate, PrefillEstimator
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
@@ -29,6 +30,10 @@ MIN_STEP_MS = 1e-3
 
 UNKNOWN = PrefillEstimator(Colocation(NOMINAL))
 
+ASSUMED_WAKE_MS = 15_000.0
+"""Time that a sleeping worker is assumed to take until it serves, as long as it was not asked to wake and has promised
+nothing: that to displace another model, with the default settings."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -50,6 +55,9 @@ class Candidate:
         decode_slowdown: Duration of its recent decode steps, relative to predicted steps without a prefill.
         overhead_ms: What is added to the TTFT of every prompt that it computes: messages, mostly.
         ttft_factor: Factor of its predicted prefills, learned from its first tokens. `idle_at` includes it.
+        serving: Its model is on its device, and stays there. Others take requests, too: they wait for the next wake.
+        serves_at: For one that is not serving, the time at which it serves at the latest, as it promised, on the clock
+            of `now`; infinite: it has promised nothing.
     """
 
     worker_id: str
@@ -67,6 +75,8 @@ class Candidate:
     decode_slowdown: float = 1.0
     overhead_ms: float = 0.0
     ttft_factor: float = 1.0
+    serving: bool = True
+    serves_at: float = inf
 
     @property
     def decodes(self) -> int:
@@ -81,6 +91,12 @@ class Candidate:
     def queue_ms(self, now: float) -> float:
         """Time until its prompts are computed, not counting overdue ones."""
         return max(0.0, (self.idle_at - now) * 1e3)
+
+    def wake_ms(self, now: float) -> float:
+        """Time until it serves, as promised or assumed; 0 if it does. Prompts wait that long, and then for others."""
+        if self.serving:
+            return 0.0
+        return ASSUMED_WAKE_MS if self.serves_at == inf else max(0.0, (self.serves_at - now) * 1e3)
 
     def wait_ms(self, tokens: int, before: int, now: float) -> float:
         """Time until the prefill of `tokens` tokens after `before` cached ones would begin."""

@@ -42,7 +42,8 @@ class CostPolicy:
         decodes = _most_promising(query, seen.combined, warm, rng)
         guesses, count = map(query.guess_prefill_ms, seen.prefill), self._settings.prefill_predicted
         prefills = [PrefillPrediction(query, one) for one in _lowest(seen.prefill, count, guesses, rng)]
-        source = max(warm, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
+        sources = [one for one in warm if one.serving]  # a pool that is to sleep may be gone before the fetch ends
+        source = max(sources, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
         if source is not None and prefills and not query.may_be_local(source):
             source = None
         if not self._settings.prefix_fetches:

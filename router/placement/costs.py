@@ -4,9 +4,10 @@ An option is a combined worker that decodes, and a way to compute the prompt: th
 after fetching the first blocks from another combined worker's cache, or a prefill worker does it (remote). The cost of
 an option is the delay to this user plus the delay to all others:
 
-    cost_ms = wait_ms               until the prefill starts: queue, batch slot, loading and fetching cached blocks
+    cost_ms = wake_ms               until the workers serve, if one of them sleeps
+            + wait_ms               until the prefill starts: queue, batch slot, loading and fetching cached blocks
             + prefill_ms            computing the uncached tokens
-            + handoff_ms            what the way there and back adds; with the two above, this user's TTFT
+            + handoff_ms            what the way there and back adds; with the three above, this user's TTFT
             + first_gap_ms          what the transfer of pages adds to the gap after the first token
             + decode_ms             choices · horizon · itl_ms: this user's decode steps
             + interference_ms       requests · horizon · (itl_ms - all_decode_ms): longer steps for all other streams
@@ -97,7 +98,8 @@ class PlacementQuery:
         """Cheap estimate of the cost of a remote prefill on this worker; cost_policy.py shortlists by it."""
         cached = self.cached(worker)
         uncached = self.prompt.tokens - cached.tokens
-        return worker.queue_ms(self.now) + cached.load_ms + self._delayed_prompts * uncached * worker.token_ms
+        wait_ms = worker.wake_ms(self.now) + worker.queue_ms(self.now) + cached.load_ms
+        return wait_ms + self._delayed_prompts * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of a local prefill on this worker; cost_policy.py shortlists by it."""
@@ -110,7 +112,8 @@ class PlacementQuery:
 
     def guess_decode_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of decoding on this worker; cost_policy.py shortlists by it."""
-        return self._gap_weight * self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
+        decode_ms = self._gap_weight * self.horizon * worker.added_stream_ms
+        return worker.wake_ms(self.now) + decode_ms + self.imbalance_ms(worker)
 
     def imbalance_ms(self, worker: Candidate) -> float:
         """The time of a lone stream's steps for each request that the worker would have beyond its share.
@@ -141,12 +144,13 @@ class PlacementQuery:
         """The cost of a late first token if the worker has too few pages: the request would wait until others end."""
         output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, self.prompt.expected_output))
         pages = self.cached(worker).missing_pages + output
-        has_room = pages <= worker.free_pages + worker.cached_pages or worker.num_pages <= 0
-        return 0.0 if has_room else self._ttft_miss_ms
+        if worker.num_pages <= 0 or not worker.serving:  # a pool that sleeps is empty when it wakes
+            return 0.0
+        return 0.0 if pages <= worker.free_pages + worker.cached_pages else self._ttft_miss_ms
 
-    def with_overdue_ms(self, worker: Candidate, wait_ms: float, prefill_ms: float) -> float:
-        """The wait of a prompt. If it misses its deadline after `wait_ms`, overdue prompts go before it, too."""
-        in_time = wait_ms + prefill_ms <= self.targets.slo_ttft_ms
+    def with_overdue_ms(self, worker: Candidate, wait_ms: float, rest_ms: float) -> float:
+        """The wait of a prompt. If it misses its deadline after this wait and `rest_ms`, overdue prompts go first."""
+        in_time = wait_ms + rest_ms <= self.targets.slo_ttft_ms
         return wait_ms if in_time else wait_ms + worker.overdue_ms
 
     def _violation(self, ms: float, limit_ms: float) -> float:
@@ -182,7 +186,7 @@ class PrefillPrediction:
     """Predictions for the prompt on a prefill worker.
 
     Attributes:
-        wait_ms, prefill_ms, uncached_tokens, host_tokens: See `Cost` and `Option`.
+        wake_ms, wait_ms, prefill_ms, uncached_tokens, host_tokens: See `Cost` and `Option`.
         last_pages: Pages of the prompt's last chunk.
         least_ms: Lower bound on the cost of its options, without `DecodePrediction.shared_ms`.
     """
@@ -192,6 +196,7 @@ class PrefillPrediction:
         self.worker = worker
         self.uncached_tokens = query.prompt.tokens - cached.tokens
         self.host_tokens = cached.host_tokens
+        self.wake_ms = worker.wake_ms(query.now)
         self.wait_ms = worker.wait_ms(self.uncached_tokens, cached.tokens, query.now) + cached.load_ms
         self.prefill_ms = worker.prefill(self.uncached_tokens, cached.tokens).ms
         self.last_pages = blocks_for(min(self.uncached_tokens, worker.token_budget))
@@ -204,7 +209,7 @@ class DecodePrediction:
 
     Attributes:
         cached: The part of the prompt that the worker has cached.
-        shared_ms: Sum of the terms that do not depend on where the prompt is computed.
+        shared_ms: Sum of the terms that do not depend on where the prompt is computed, and of the worker's own wake.
     """
 
     def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
@@ -212,6 +217,7 @@ class DecodePrediction:
         self.worker = worker
         self.cached = query.cached(worker)
         self._query = query
+        self._wake_ms = worker.wake_ms(query.now)
         self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, prompt.expected_output)
         self._itl_ms = itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
         self._decode_ms = prompt.choices * horizon * itl_ms
@@ -221,7 +227,7 @@ class DecodePrediction:
         streams = prompt.choices + worker.requests
         self._slo_violation_ms = streams * query.itl_violation_ms(itl_ms)
         self._slo_violation_ms += query.no_room_ms(worker)
-        self.shared_ms = settings.gap_weight * (self._decode_ms + self._interference_ms)
+        self.shared_ms = self._wake_ms + settings.gap_weight * (self._decode_ms + self._interference_ms)
         self.shared_ms += self._eviction_ms + self._imbalance_ms + self._slo_violation_ms
 
     def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
@@ -246,7 +252,8 @@ class DecodePrediction:
             prefix_source="" if source is None else source.worker_id,
             uncached_tokens=uncached,
             host_tokens=prefix.host_tokens,
-            wait_ms=query.with_overdue_ms(worker, wait_ms, prefill.ms),
+            wake_ms=self._wake_ms,
+            wait_ms=query.with_overdue_ms(worker, wait_ms, self._wake_ms + prefill.ms),
             prefill_ms=prefill.ms,
             handoff_ms=worker.overhead_ms,
             fetch_ms=fetch_ms,
@@ -260,11 +267,13 @@ class DecodePrediction:
         # pages move while later chunks compute: after the first token those of the last chunk are left, at least
         last_ms = self.worker.transfer_ms(min(pages, prefill.last_pages))
         wait_ms = max(prefill.wait_ms, self._batch_slot_ms)
+        wake_ms = max(prefill.wake_ms, self._wake_ms)
         return self._option(
             prefill=prefill.worker.worker_id,
             uncached_tokens=prefill.uncached_tokens,
             host_tokens=prefill.host_tokens,
-            wait_ms=self._query.with_overdue_ms(prefill.worker, wait_ms, prefill.prefill_ms),
+            wake_ms=wake_ms,
+            wait_ms=self._query.with_overdue_ms(prefill.worker, wait_ms, wake_ms + prefill.prefill_ms),
             prefill_ms=prefill.prefill_ms,
             handoff_ms=prefill.worker.overhead_ms,
             first_gap_ms=max(last_ms, self.worker.transfer_ms(pages) - prefill.prefill_ms),
@@ -290,6 +299,7 @@ class DecodePrediction:
         *,
         uncached_tokens: int,
         host_tokens: int,
+        wake_ms: float,
         wait_ms: float,
         prefill_ms: float,
         prefill: str = "",
@@ -300,9 +310,10 @@ class DecodePrediction:
         stall_ms: float = 0.0,
         slo_violation_ms: float = 0.0,
     ) -> Option:
-        ttft_ms = wait_ms + prefill_ms + handoff_ms
+        ttft_ms = wake_ms + wait_ms + prefill_ms + handoff_ms
         slo_violation_ms += self._query.ttft_violation_ms(ttft_ms)
         cost = Cost(
+            wake_ms,
             wait_ms,
             prefill_ms,
             handoff_ms,

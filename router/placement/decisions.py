@@ -26,6 +26,7 @@ class Decision:
         prefilled: The worker's description of the prefill; it comes with the first token.
         first_at, last_at: Time of the first and of the last token.
         outputs: Number of outputs; an output is usually one token.
+        wake_s: Time in which the prompt waited for a worker to wake.
     """
 
     tenant: str
@@ -42,6 +43,13 @@ class Decision:
     first_gap_s: float = 0.0
     longest_gap_s: float = 0.0
     outputs: int = 0
+    wake_s: float = 0.0
+
+    def on_prefilled(self, prefilled: pb.Prefilled) -> None:
+        """Records how the prompt was computed."""
+        self.prefilled.CopyFrom(prefilled)
+        if not prefilled.prefill_worker:  # it waited in this queue; that the worker serves was heard a little later
+            self.wake_s = min(self.wake_s, prefilled.queue_ms / 1e3)
 
     def on_output(self, now: float) -> None:
         """Records an output of the choice."""
@@ -78,6 +86,7 @@ class Decision:
             "prefix_source": self.prefilled.prefix_worker,
             "cached_tokens": self.prefilled.cached_tokens,
             "queue_ms": self.prefilled.queue_ms,
+            "wake_ms": self.wake_s * 1e3,
             "ttft_ms": (self.first_at - self.placed_at) * 1e3,
             "first_gap_ms": self.first_gap_s * 1e3 if gaps else None,
             "itl_ms": (self.last_at - self.first_at) * 1e3 / gaps if gaps else None,

@@ -82,6 +82,7 @@ class Situation:
 class Cost(NamedTuple):
     """The terms of an option's cost, in the order of the formula in `costs.py`."""
 
+    wake_ms: float
     wait_ms: float
     prefill_ms: float
     handoff_ms: float

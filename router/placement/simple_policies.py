@@ -2,6 +2,9 @@
 
 With both, prompts with more uncached tokens than --long-prefill-tokens go to the prefill worker with the shortest
 queue.
+
+Both prefer workers that serve. While none does, all requests go to the one that will serve first, so that only one
+wakes.
 """
 
 from collections.abc import Sequence
@@ -25,7 +28,8 @@ class MostCachedPolicy:
 
     def place(self, seen: Situation) -> Placement:
         """Chooses the workers for a prompt."""
-        decode = max(seen.combined, key=lambda one: (seen.cached_blocks(one), -one.requests, seen.rng.random()))
+        workers = _serving_first(seen.combined, seen.now)
+        decode = max(workers, key=lambda one: (seen.cached_blocks(one), -one.requests, seen.rng.random()))
         return placement_of(seen, self._settings, decode, _prefill_worker(seen, decode))
 
 
@@ -38,9 +42,15 @@ class RoundRobinPolicy:
 
     def place(self, seen: Situation) -> Placement:
         """Chooses the workers for a prompt."""
-        decode = _next(seen.combined, self._last)
+        decode = _next(_serving_first(seen.combined, seen.now), self._last)
         self._last = decode.worker_id
         return placement_of(seen, self._settings, decode, _prefill_worker(seen, decode))
+
+
+def _serving_first(workers: Sequence[Candidate], now: float) -> Sequence[Candidate]:
+    """The workers that serve; if none does, the one that will first."""
+    serving = [one for one in workers if one.serving]
+    return serving or sorted(workers, key=lambda one: (one.wake_ms(now), -one.requests, one.worker_id))[:1]
 
 
 def _next(workers: Sequence[Candidate], last: str) -> Candidate:
@@ -55,4 +65,5 @@ def _prefill_worker(seen: Situation, decode: Candidate) -> Candidate | None:
     uncached = seen.prompt.tokens - seen.cached_blocks(decode) * BLOCK_SIZE
     if uncached <= (LONG_TOKENS if longest == "auto" else longest):
         return None
-    return min(seen.prefill, key=lambda one: (one.queue_ms(seen.now), seen.rng.random()), default=None)
+    workers = _serving_first(seen.prefill, seen.now)
+    return min(workers, key=lambda one: (one.queue_ms(seen.now), seen.rng.random()), default=None)

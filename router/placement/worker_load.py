@@ -4,8 +4,9 @@ A report tells when the prompts on the worker will be computed. Between reports 
 sends them; it can't see those of other routers. What it learned of the worker (`learning.py`) corrects both.
 """
 
-from math import exp
-from typing import get_args
+from collections.abc import Mapping
+from math import exp, inf
+from typing import Literal, get_args
 
 from cpd.common.errors import ConfigError
 from cpd.performance.colocation import Colocation, Mode, PrefillEstimator
@@ -25,6 +26,15 @@ one of the older prompts, which reports do not name, or has gone to another work
 
 
 _SHORTEST = Work.prefill(1)
+
+Residency = Literal["serving", "waking", "draining", "asleep"]
+"""Whether a worker's model is on its device (docs/models.md). `draining` says nothing about the process."""
+
+_RESIDENCIES: Mapping[int, Residency] = {
+    pb.Residency.STATE_WAKING: "waking",
+    pb.Residency.STATE_DRAINING: "draining",
+    pb.Residency.STATE_ASLEEP: "asleep",
+}
 
 
 class WorkerLoad:
@@ -59,6 +69,7 @@ class WorkerLoad:
         self._others = 0
         self._decode_slowdown = 1.0
         self._at = 0.0
+        self._serves_at = inf
         self._worked_at: float | None = None
         self._unanswered: dict[int, tuple[float, float]] = {}  # by request: when it was sent, and its prefill_ms
         self._candidate: Candidate | None = None
@@ -84,6 +95,8 @@ class WorkerLoad:
                 decode_slowdown=self._decode_slowdown,
                 overhead_ms=self.errors.overhead_ms(self._at),
                 ttft_factor=self.errors.ttft_factor(self._at),
+                serving=residency_of(load) == "serving",
+                serves_at=self._serves_at,
             )
         return self._candidate
 
@@ -114,6 +127,7 @@ class WorkerLoad:
         seen = set(load.awaiting_first_token)
         unseen_ms = sum(ms for key, (at, ms) in self._unanswered.items() if key not in seen and now - at < UNSEEN_S)
         self._idle_at = now + (prefill_ms + unseen_ms) / 1e3
+        self._serves_at = now + (load.residency.serves_in_s or inf)
         self._candidate = None
 
     def prompt_sent(self, key: int, prefill_ms: float, now: float) -> None:
@@ -142,6 +156,11 @@ class WorkerLoad:
         """Removes sequences of this router that have left the worker."""
         self.sequences -= count
         self._candidate = None
+
+
+def residency_of(load: pb.Load) -> Residency:
+    """The state of the model of a worker with this load report; `serving` if its device is not shared."""
+    return _RESIDENCIES.get(load.residency.state, "serving")
 
 
 def _limited(slowdown: float) -> float:

@@ -3,7 +3,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.remote import cluster_table, devices, machines
+from deploy.remote import cluster_table, devices, machines, reasons
 
 
 def worker(name: str, **fields: Any) -> dict[str, Any]:
@@ -21,8 +21,25 @@ def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
     Console(file=output, width=80).print(cluster_table({"workers": workers}))
     lines = output.getvalue().splitlines()
     assert lines[1].split() == ["combined-0", "ready", "1", "2", "3,456", "12,000", "300", "4", "11"]
-    assert lines[2].startswith("prefill-0")
-    assert "another [model]" in " ".join(output.getvalue().split())
+    assert lines[2].split() == ["prefill-0", "refused"]
+    assert reasons({"workers": workers}) == ["prefill-0: another [model]"]
+
+
+def test_on_a_narrow_terminal_only_long_names_are_folded() -> None:
+    output = io.StringIO()
+    model = "Qwen3-30B-A3B-Instruct-2507"
+    name = f"{model}-combined-0"
+    workers = [
+        worker(name, model=model, residency={"state": "draining"}),
+        worker("b", role="prefill", residency={"state": "serving"}),
+    ]
+    Console(file=output, width=80).print(cluster_table({"workers": workers}))
+    lines = output.getvalue().splitlines()
+    folded = [line.split()[0] for line in lines[1:-1]]
+    assert "".join(folded) == name
+    assert lines[1].split()[1:] == ["ready,", "draining", "1", "2", "3,456", "12,000", "300", "4", "11"]
+    assert lines[-1].split()[:4] == ["b", "(prefill)", "ready", "1"]
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_the_table_shows_what_was_drained_unless_it_runs_again() -> None:

@@ -64,6 +64,7 @@ class FakeWorker:
         lease_token: The secret that signs its lease.
         hello: Fields of its Hello that differ from the usual.
         model: The model that its lease names.
+        residency: State of its model; None if its device is not shared.
 
     Attributes:
         submits, aborts, parks: What came, in order. It parks a request at once.
@@ -84,9 +85,11 @@ class FakeWorker:
         cached: bytes = b"",
         hello: Mapping[str, Any] | None = None,
         model: str = "",
+        residency: pb.Residency | None = None,
     ) -> None:
         self.id = worker_id
         self._model = model
+        self.residency = residency
         self.submits: list[pb.Submit] = []
         self.aborts: list[pb.Abort] = []
         self.parks: list[pb.Park] = []
@@ -153,7 +156,21 @@ class FakeWorker:
     def become(self, role: "pb.Role.ValueType") -> None:
         """Announces another role."""
         self.role = role
-        self.send(pb.WorkerMessage(load=pb.Load(state=self.hello.state, role=role, free_pages=self.hello.num_pages)))
+        self.report()
+
+    def reside(self, state: "pb.Residency.State.ValueType", serves_in_s: float = 0.0, *, pinned: bool = False) -> None:
+        """Announces whether its model is on its device."""
+        self.residency = pb.Residency(state=state, serves_in_s=serves_in_s, pinned=pinned)
+        self.report()
+
+    def report(self, running: int = 0) -> None:
+        """Sends a load report on every session."""
+        self.send(self._load(running))
+
+    def _load(self, running: int = 0) -> pb.WorkerMessage:
+        state, pages = self.hello.state, self.hello.num_pages
+        load = pb.Load(state=state, role=self.role, running=running, free_pages=pages, residency=self.residency)
+        return pb.WorkerMessage(load=load)
 
     async def _serve(self, wire: Stream[pb.RouterMessage]) -> None:
         with contextlib.suppress(StreamError):  # a router that is gone
@@ -168,6 +185,8 @@ class FakeWorker:
         self.hellos.append(caller.id)
         wire.send(pb.WorkerMessage(hello=self.hello))
         await self.snapshot_may_go.wait()
+        if self.residency is not None:
+            wire.send(self._load())
         half = len(self.cached) // 16 * 8
         for hashes, last in ((self.cached[:half], False), (self.cached[half:], True)):
             snapshot = pb.Snapshot(number=7, tier=pb.TIER_PAGES, hashes=hashes, last=last)
@@ -216,8 +235,7 @@ class FakeWorker:
             else:
                 queue.put_nowait(pb.WorkerMessage(refusal=answer))
             if not reported:  # that the prompt is computed
-                load = pb.Load(state=self.hello.state, role=self.role, running=1, free_pages=self.hello.num_pages)
-                queue.put_nowait(pb.WorkerMessage(load=load))
+                queue.put_nowait(self._load(running=1))
                 reported = True
 
 

@@ -47,9 +47,9 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     assert {f"version: {package}", f"appVersion: {package}"} <= set(chart)
 
 
-@pytest.mark.parametrize("command", ["status", "down"])
-def test_status_and_down_need_a_running_cluster(command: str) -> None:
-    assert cpd(command) == (
+@pytest.mark.parametrize("command", ["status", "down", "models", "sleep chat", "wake chat", "pin --off chat"])
+def test_commands_for_a_running_cluster_need_one(command: str) -> None:
+    assert cpd(*command.split()) == (
         1,
         "error: no cluster 'default' is running on this machine; start one with `cpd up`\n",
     )

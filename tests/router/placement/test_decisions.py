@@ -38,12 +38,22 @@ def test_shows_actual_and_predicted_times() -> None:
         "prefix_source": "q",
         "cached_tokens": 32,
         "queue_ms": 7.0,
+        "wake_ms": 0.0,
         "ttft_ms": 100.0,
         "first_gap_ms": 300.0,
         "itl_ms": 133.333,
         "longest_gap_ms": 300.0,
         "outputs": 4,
     }
+
+
+def test_a_prompt_has_waited_for_a_wake_at_most_as_long_as_in_the_queue_of_its_worker() -> None:
+    for prefill_worker, wake_ms in (("", 30.0), ("p", 40.0)):
+        decision = _decision(_placement(Candidate("a", "a:1")))
+        decision.wake_s = 0.04
+        decision.on_prefilled(pb.Prefilled(queue_ms=30.0, prefill_worker=prefill_worker))
+        decision.on_output(6.0)
+        assert decision.describe()["actual"]["wake_ms"] == wake_ms
 
 
 def test_an_output_of_one_token_has_no_gaps() -> None:

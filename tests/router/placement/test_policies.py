@@ -90,6 +90,31 @@ class TestMostCached:
         assert not self.POLICY.place(situation(long, WORKERS, prefill, targets=targets)).prefill
 
 
+class TestSleepingWorkers:
+    SLEEPS = replace(WORKERS[0], serving=False)
+
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_each_policy_prefers_workers_that_serve(self, name: str) -> None:
+        policy = make_policy(PolicySettings(name=name))
+        seen = situation(Prompt(1000, 100), [self.SLEEPS, WORKERS[1]], cached=Prefixes({"a": 60}))
+        assert [policy.place(seen).decode.worker_id for _ in range(3)] == ["b"] * 3
+
+    @pytest.mark.parametrize("name", ["most-cached", "round-robin"])
+    def test_while_none_serves_requests_gather_on_the_one_that_will_first(self, name: str) -> None:
+        policy = make_policy(PolicySettings(name=name))
+        asleep = [replace(one, serving=False) for one in WORKERS]
+        promised = [*asleep[:2], replace(asleep[2], serves_at=4.0)]
+        assert [policy.place(situation(Prompt(10), promised)).decode.worker_id for _ in range(3)] == ["c"] * 3
+        asked = [asleep[0], replace(asleep[1], requests=1), asleep[2]]
+        assert [policy.place(situation(Prompt(10), asked)).decode.worker_id for _ in range(3)] == ["b"] * 3
+
+    def test_a_prefill_worker_that_serves_is_preferred(self) -> None:
+        prefill = [Candidate("p", "p:1", serving=False), Candidate("q", "q:1", idle_at=1.0)]
+        policy, long = make_policy(PolicySettings(name="most-cached")), Prompt(LONG_TOKENS + 16)
+        assert [one.worker_id for one in policy.place(situation(long, WORKERS, prefill)).prefill] == ["q"]
+        assert [one.worker_id for one in policy.place(situation(long, WORKERS, prefill[:1])).prefill] == ["p"]
+
+
 def test_round_robin_takes_workers_in_turn_also_when_some_are_missing() -> None:
     policy = RoundRobinPolicy(PolicySettings())
 

@@ -1,5 +1,6 @@
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from cpd.common.policy_settings import PolicySettings
 from cpd.performance.colocation import Colocation, Mode, PrefillEstimator
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
 from cpd.performance.split import SplitShares
-from router.placement.candidate import Candidate
+from router.placement.candidate import ASSUMED_WAKE_MS, Candidate
 from router.placement.cost_policy import CostPolicy
 from router.placement.costs import PlacementQuery
 from router.placement.policy import Placement, Prompt, Targets
@@ -483,3 +484,54 @@ def test_more_load_makes_no_worker_more_attractive_unless_the_prompt_is_computed
         # one more stream may change how the prompt is computed, which can lower the cost
         if route or same_way:
             assert after[route].cost_ms >= option.cost_ms - 1e-6
+
+
+class TestSleep:
+    """Workers whose models are off their devices."""
+
+    @staticmethod
+    def _asleep(name: str, serves_in_s: float = inf, **fields: Any) -> Candidate:
+        return replace(_worker(name), serving=False, serves_at=serves_in_s, **fields)
+
+    def test_the_time_to_wake_is_a_part_of_the_cost(self) -> None:
+        for worker, wake_ms in ((self._asleep("d"), ASSUMED_WAKE_MS), (self._asleep("d", 3.0), 3000)):
+            chosen, awake = _place(64, [worker]).chosen, _place(64, [_worker("d")]).chosen
+            assert chosen.cost.wake_ms == wake_ms
+            assert chosen.ttft_ms == pytest.approx(awake.ttft_ms + wake_ms)
+            assert chosen.cost.wait_ms == awake.cost.wait_ms == 0
+
+    def test_a_queue_that_is_longer_than_the_wake_wakes_another_worker(self) -> None:
+        serves = _worker("d", queue_ms=8_000)
+        assert _decode(_place(64, [serves, self._asleep("e", 9.0)])) == "d"
+        assert _decode(_place(64, [serves, self._asleep("e", 7.0)])) == "e"
+
+    def test_a_remote_prefill_waits_for_both_workers(self) -> None:
+        streams = _worker("d", streams=64)
+        for decode, prefill, wake_ms in (
+            (streams, self._asleep("p", 1.0), 1000),
+            (replace(streams, serving=False, serves_at=2.0), _worker("p"), 2000),
+            (replace(streams, serving=False, serves_at=2.0), self._asleep("p", 1.0), 2000),
+        ):
+            remote = [one for one in _place(4096, [decode], [prefill]).options if one.prefill]
+            assert [one.cost.wake_ms for one in remote] == [wake_ms]
+
+    def test_its_cache_is_no_source_of_prefixes(self) -> None:
+        for source, sources in ((_worker("s", streams=200), {"", "s"}), (self._asleep("s", 0.1), {""})):
+            options = _place(8000, [source, _worker("d")], cached={"s": 499}).options
+            assert {one.prefix_source for one in options if one.decode == "d"} == sources
+
+    def test_the_pages_that_it_has_now_do_not_matter(self) -> None:
+        empty = self._asleep("d", 1.0, free_pages=0, cached_pages=0)
+        assert _place(4096, [empty]).chosen.cost == _place(4096, [self._asleep("d", 1.0)]).chosen.cost
+
+    @given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), min_size=1, max_size=9), st.integers(0, 3))
+    def test_the_shortlist_keeps_the_worker_that_serves_first(
+        self, states: list[tuple[bool, float]], seed: int
+    ) -> None:
+        workers = [
+            replace(_worker(f"d{number}"), serving=serving, serves_at=serves_at)
+            for number, (serving, serves_at) in enumerate(states)
+        ]
+        chosen = _place(64, workers, seed=seed).decode
+        best_ms = min(one.wake_ms(0.0) for one in workers)
+        assert chosen.wake_ms(0.0) <= best_ms + max(1.0, 0.03 * (best_ms + 100))

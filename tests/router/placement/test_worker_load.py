@@ -7,7 +7,7 @@ from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, Wo
 from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
-from router.placement.candidate import NOMINAL
+from router.placement.candidate import ASSUMED_WAKE_MS, NOMINAL
 from router.placement.learning import FORGET_S, RoleErrors, WorkerErrors
 from router.placement.worker_load import MAX_SLOWDOWN, UNSEEN_S, WorkerLoad
 
@@ -51,6 +51,24 @@ def test_a_candidate_has_the_figures_of_hello_and_load() -> None:
     assert one.queue_ms(1.03) == pytest.approx(10)
     assert one.queue_ms(2.0) == 0
     assert one.estimator.step_ms(Work.prefill(500)) == PerfModel(PROFILE).step_ms(Work.prefill(500))
+
+
+def test_a_worker_that_sleeps_serves_when_it_promised_or_after_an_assumed_time() -> None:
+    load = _worker_load()
+    load.on_report(pb.Load(residency=pb.Residency(state=pb.Residency.STATE_ASLEEP)), 1.0)
+    assert load.candidate.wake_ms(1.0) == load.candidate.wake_ms(9.0) == ASSUMED_WAKE_MS
+    load.on_report(pb.Load(residency=pb.Residency(state=pb.Residency.STATE_DRAINING, serves_in_s=4.0)), 2.0)
+    assert load.candidate.wake_ms(3.0) == pytest.approx(3000)
+    assert load.candidate.wake_ms(7.0) == 0
+    load.on_report(pb.Load(residency=pb.Residency(state=pb.Residency.STATE_SERVING)), 3.0)
+    assert load.candidate.wake_ms(3.0) == 0
+
+
+@pytest.mark.parametrize("promise", [-1.0, float("nan"), float("inf")])
+def test_a_promise_that_is_no_time_is_a_protocol_error(promise: float) -> None:
+    residency = pb.Residency(state=pb.Residency.STATE_WAKING, serves_in_s=promise)
+    with pytest.raises(ProtocolError, match="promised to serve"):
+        _worker_load().on_report(pb.Load(residency=residency), 1.0)
 
 
 def test_own_requests_count_at_once_and_others_after_a_report() -> None:
