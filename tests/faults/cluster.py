@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,7 @@ class Process:
 
 
 class FaultCluster:
-    """Two routers, two prefill workers, two combined workers and Redis.
+    """Two routers, two prefill workers, two combined workers and Redis; subclasses may have other workers.
 
     Each has a network namespace of its own if this process may create them; otherwise no link can be cut.
 
@@ -102,6 +102,8 @@ class FaultCluster:
         network: The namespaces; None without that right.
         redis: The Redis server, which the processes reach through `proxy`.
     """
+
+    names: Sequence[str] = NAMES
 
     def __init__(
         self, model: Path, *, transport: str = "ucx", prefill_progress_s: float = 4.0, host_kv_memory: str = "0"
@@ -136,7 +138,7 @@ class FaultCluster:
         self.redis.start()
         self.proxy.start()
         try:
-            for number, name in enumerate(NAMES):
+            for number, name in enumerate(self.names):
                 self._add(name, core=number % (os.cpu_count() or 1))
             await self.wait_until_healthy()
         except BaseException:
@@ -161,12 +163,19 @@ class FaultCluster:
         for name, process in self.processes.items():
             print(f"--- {name}", process.log_tail(), sep="\n")
 
+    def router_flags(self) -> dict[str, Any]:
+        """The settings of routers that say what is served."""
+        return {"model": self._model, "served-model-name": MODEL}
+
+    def worker_flags(self, name: str) -> dict[str, Any]:
+        """The settings of a worker that are not about its address."""
+        return {"model": self._model, **self._worker_flags}
+
     def _add(self, name: str, core: int) -> None:
         """Adds a process, which has the same addresses whenever it is started."""
         host = self.network.add(name) if self.network is not None else "127.0.0.1"
         port = free_port()
         flags: dict[str, Any] = {
-            "model": self._model,
             "cluster": "faults",
             "redis-url": self.proxy.url,
             "host": host,
@@ -175,13 +184,12 @@ class FaultCluster:
         }
         if name.startswith("router"):
             program, arguments = "router.__main__", []
-            flags |= {"router-id": name, "served-model-name": MODEL, "long-prefill-tokens": 64}
-            flags["admin-port"] = free_port()
+            flags |= {"router-id": name, "long-prefill-tokens": 64, "admin-port": free_port(), **self.router_flags()}
             self.urls[name] = f"http://{host}:{port}"
         else:
             role, _, _ = name.partition("-")
             program, arguments = "tests.faults.worker", [role, str(self._socket(name)), "--kv-checksum"]
-            flags |= {"worker-id": name, "session-port": free_port(), **self._worker_flags}
+            flags |= {"worker-id": name, "session-port": free_port(), **self.worker_flags(name)}
         for flag, value in {**flags, "secret-file": secret_file()}.items():
             arguments += [f"--{flag}", str(value)]
         log = self.directory / f"{name}.log"
@@ -196,9 +204,10 @@ class FaultCluster:
         """Arms an injection point of a worker: see `tests.faults.points.InjectionPoints.arm`."""
         await self._tell(worker, {"arm": point.value, "action": action.value, "k": k, "delay_s": delay_s})
 
-    async def triggered(self, worker: str) -> bool:
-        """True if an action at one of the worker's injection points has begun."""
-        return bool((await self._tell(worker, {}))["triggered"])
+    async def triggered(self, worker: str, *points: Point) -> bool:
+        """True if an action at one of these injection points of the worker has begun, or at any if none is named."""
+        triggered = (await self._tell(worker, {}))["triggered"]
+        return any(point.value in triggered for point in points or Point)
 
     async def any_reached(self, worker: str) -> bool:
         """True if the worker has reached an injection point, armed or not, since all were disarmed."""

@@ -125,7 +125,7 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
         await cluster.disarm()
         await asyncio.wait([request], timeout=DEADLINE_S)
         assert request.done(), f"the request has not ended within {DEADLINE_S:g} s of the end of the fault"
-        outcome = _check(oracle, prompt, request)
+        outcome = outcome_of(oracle, prompt, request)
         await cluster.wait_until_healthy()
         if all_links_cut:
             await _check_other_requests(oracle, other_http, other_prompts)
@@ -269,12 +269,16 @@ async def _check_other_requests(oracle: Oracle, http: httpx.AsyncClient, prompts
         oracle.check(prompt, answer.token_ids)
 
 
-def _check(oracle: Oracle, prompt: list[int], request: asyncio.Task[Answer]) -> str:
-    """Checks that the request got the right tokens, an HTTP error, an error in the stream, or a closed connection."""
+def outcome_of(oracle: Oracle, prompt: list[int], request: asyncio.Task[Answer], tokens: int = MAX_TOKENS) -> str:
+    """Returns `right` or the error of a request that has ended.
+
+    Raises:
+        AssertionError: A token was wrong, or the error is none of HTTP, of the stream, or of a closed connection.
+    """
     error = request.exception()
     if error is None:
         answer = request.result()
-        assert len(answer.token_ids) == MAX_TOKENS
+        assert len(answer.token_ids) == tokens
         oracle.check(prompt, answer.token_ids)
         return "right"
     assert isinstance(error, httpx.HTTPStatusError | httpx.TransportError), error

@@ -8,6 +8,10 @@ PAGE       a sender is about to send a page
 SENT       a sender has sent the last page of a push, and has not reported it yet
 LANDED     all pages of a landing have arrived, and the receiver has not been told yet
 STEP       the engine is about to compute a step
+RELEASE    a model that goes to sleep is about to give its memory back: all of its streams are parked
+RELEASED   it has, and nobody knows yet
+RESTORE    a model that wakes is about to take its memory
+RESTORED   it has, and its weights are right, and nobody knows yet
 """
 
 import asyncio
@@ -26,6 +30,10 @@ class Point(Enum):
     SENT = "sent"
     LANDED = "landed"
     STEP = "step"
+    RELEASE = "release"
+    RELEASED = "released"
+    RESTORE = "restore"
+    RESTORED = "restored"
 
 
 class Action(Enum):
@@ -114,7 +122,7 @@ class InjectionPoints:
         return None
 
     def reach_on_thread(self, point: Point) -> None:
-        """Like `reach`, for the engine thread: it can be held or delayed."""
+        """Like `reach`, for threads without an event loop: they can be held or delayed."""
         armed = self._trigger(point)
         if armed is not None:
             armed.disarmed.wait(armed.delay_s if armed.action is Action.DELAY else None)

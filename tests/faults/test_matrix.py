@@ -16,6 +16,14 @@ from tests.conftest import MakeCheckpoint
 from tests.e2e.client import client, complete
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import FaultCluster
+from tests.faults.displacement_matrix import (
+    FAMILIES,
+    FAULTS,
+    DisplacementSubject,
+    SharedDevice,
+    Step,
+    run_displacement_cell,
+)
 from tests.faults.fetch_matrix import FetchPhase, Side, run_fetch_cell
 from tests.faults.hang_ups import Waiting, run_hang_up_cell
 from tests.faults.matrix import MAX_TOKENS, PROMPT_TOKENS, Fault, Phase, Subject, run_cell
@@ -94,6 +102,20 @@ HANG_UPS = [
 ]
 
 
+DISPLACEMENTS_IN_EVERY_RUN = [
+    (DisplacementSubject.VICTIM, Fault.KILLED, Step.PARKED),
+    (DisplacementSubject.WAKER, Fault.KILLED, Step.WAKING),
+]
+
+DISPLACEMENTS = [
+    pytest.param(
+        *cell,
+        id="-".join(["displacement", *(part.value for part in cell)]),
+        marks=() if cell in DISPLACEMENTS_IN_EVERY_RUN else pytest.mark.faults,
+    )
+    for cell in product(DisplacementSubject, FAULTS, Step)
+]
+
 @pytest.fixture(scope="module")
 def oracle(checkpoint: MakeCheckpoint) -> Oracle:
     return Oracle(checkpoint("qwen3"))
@@ -102,6 +124,18 @@ def oracle(checkpoint: MakeCheckpoint) -> Oracle:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(checkpoint: MakeCheckpoint, transport: str) -> AsyncIterator[FaultCluster]:
     async with FaultCluster(checkpoint("qwen3"), transport=transport) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def oracles(checkpoint: MakeCheckpoint) -> dict[str, Oracle]:
+    """Of the two models that share a device."""
+    return {worker: Oracle(checkpoint(family)) for worker, family in FAMILIES.items()}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_device(checkpoint: MakeCheckpoint) -> AsyncIterator[SharedDevice]:
+    async with SharedDevice({worker: checkpoint(family) for worker, family in FAMILIES.items()}) as running:
         yield running
 
 
@@ -192,3 +226,20 @@ async def test_moves_away_from_a_slow_worker_end_correctly_and_nothing_leaks(
     except BaseException:
         cluster.print_logs()
         raise
+
+
+@pytest.mark.parametrize(("subject", "fault", "step"), DISPLACEMENTS)
+async def test_displacements_lose_no_stream_and_give_no_memory_twice(
+    shared_device: SharedDevice,
+    oracles: dict[str, Oracle],
+    subject: DisplacementSubject,
+    fault: Fault,
+    step: Step,
+) -> None:
+    try:
+        outcomes = await run_displacement_cell(shared_device, oracles, subject, fault, step)
+    except BaseException:
+        shared_device.print_logs()
+        raise
+    if subject is not DisplacementSubject.ROUTER:  # the client's connections end with their router
+        assert outcomes == ["right", "right"]

@@ -1,7 +1,7 @@
 """`python -m tests.faults.worker ROLE SOCKET FLAGS…`: a worker with injection points, controlled over a Unix socket.
 
 Commands are JSON objects, one a line: {"arm": point, "action": …, "k": …, "delay_s": …}, {"disarm": true}, or {} to
-ask for the state. Each is answered with {"triggered": …, "any_reached": …}.
+ask for the state. Each is answered with {"triggered": [point, …], "any_reached": …}.
 """
 
 import asyncio
@@ -28,13 +28,21 @@ from prefill_worker.service import PrefillService
 from tests.faults.points import Action, InjectionPoints, Point
 from tests.faults.transport import FaultyTransport
 from worker.context import LoadedEngine
-from worker.engine_loader import load_engine
+from worker.engine_loader import expected_memory, load_engine
 from worker.process import on_failed_threads, run_process
 from worker.worker import Worker
 
 
 def loader(points: InjectionPoints) -> Callable[[WorkerSettings], LoadedEngine]:
-    """Loads the real engine, with an injection point before each step."""
+    """Loads the real engine, with injection points before each step and where its memory goes and comes."""
+
+    def between(before: Point, call: Callable[[], None], after: Point) -> Callable[[], None]:
+        def called() -> None:
+            points.reach_on_thread(before)
+            call()
+            points.reach_on_thread(after)
+
+        return called
 
     def load(settings: WorkerSettings) -> LoadedEngine:
         loaded = load_engine(settings)
@@ -45,6 +53,9 @@ def loader(points: InjectionPoints) -> Callable[[WorkerSettings], LoadedEngine]:
             return step(now)
 
         loaded.engine.step = step_with_point  # type: ignore[method-assign]
+        if (memory := loaded.model_memory) is not None:
+            memory.release = between(Point.RELEASE, memory.release, Point.RELEASED)  # type: ignore[method-assign]
+            memory.restore = between(Point.RESTORE, memory.restore, Point.RESTORED)  # type: ignore[method-assign]
         return loaded
 
     return load
@@ -67,7 +78,8 @@ async def serve_commands(points: InjectionPoints, reader: StreamReader, writer: 
             points.arm(Point(received["arm"]), Action(received["action"]), received["k"], received["delay_s"])
         elif "disarm" in received:
             points.disarm()
-        state = {"triggered": any(map(points.triggered, Point)), "any_reached": points.any_reached}
+        triggered = [point.value for point in Point if points.triggered(point)]
+        state = {"triggered": triggered, "any_reached": points.any_reached}
         writer.write(json.dumps(state).encode() + b"\n")
     writer.close()
 
@@ -85,6 +97,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
             PrefillService,
             build_engine=loader(points),
             open_transport=opener(points),
+            expect_memory=expected_memory,
         )
         on_stop_signals(worker.lifecycle)
         on_failed_threads(worker.lifecycle.stop)
