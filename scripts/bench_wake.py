@@ -180,7 +180,7 @@ async def main(weights: float, pool: float, rounds: int) -> None:
     show("wake, staged", times["wake"], wake_parts)
     show("wake, from the checkpoint", times["read"], read_parts)
     plain_s = statistics.median(times["plain"])
-    for what, seconds in (("weights copied and verified", wake_parts["copy weights"]), ("whole wake", times["wake"])):
+    for what, seconds in (("weights copied and verified", wake_parts["copy"]), ("whole wake", times["wake"])):
         print(f"{what}: {plain_s / statistics.median(seconds):.2f} of the speed of a plain copy")
     print(
         f"resident memory: {before_mib:.0f} MiB before the start, {awake_mib:.0f} awake, {asleep_mib:.0f} asleep "

@@ -94,6 +94,8 @@ class Residency:
         self._given_up = False  # those that wait now were told to fail
         self._waiting = 0
         self._wakes, self._waited_s = 0, 0.0
+        self._took_s: dict[str, float] = {}  # by part; see `Residency.took_s` in proto/cpd.proto
+        self._since_s = 0.0  # of `_state`
         self._stages, self._stage_due = staging_bytes > 0, False
         self._away = False
         self._told_holders = ""
@@ -192,6 +194,7 @@ class Residency:
             wakes=self._wakes,
             waited_s=self._waited_s,
             cas_conflicts=self._ledger.conflicts,
+            took_s=self._took_s,
         )
         if self._own.intent_s is not None and state is not ModelState.SERVING:
             report.serves_in_s = max(_OVERDUE_S, self._own.intent_s[1] - self._now())
@@ -307,7 +310,11 @@ class Residency:
         intent = taken.record.intent_of(entry.id)
         if entry.state is State.SERVING and own.intent_s is not None:
             self._waited_s += max(0.0, look.now - own.intent_s[0])
-        self._state = entry.state
+        if entry.state is State.WAKING and self._state is None and own.intent_s is not None:
+            self._took("lock", entry.since_s - own.intent_s[0])
+        if entry.state is State.SLEEPING and self._state is State.DRAINING:
+            self._took("drain", entry.since_s - self._since_s)
+        self._state, self._since_s = entry.state, entry.since_s
         self._own = own = replace(
             own,
             intent_s=None if intent is None else (intent.since_s, intent.latest_s),
@@ -378,6 +385,7 @@ class Residency:
             entry = replace(entry, staged_wake_s=took_s) if staged else replace(entry, wake_s=took_s)
             self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True, drains=False)
             self._wakes += 1
+            self._took_all(resident)
             self._stage_due = True
             log.info("awake, loaded from %s in %.2f s", "host memory" if staged else "disk", took_s)
         self._look_now.set()
@@ -402,8 +410,16 @@ class Residency:
         entry = self._own.entry
         entry = replace(entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s)
         self._own = replace(self._own, phase=Phase.ASLEEP, entry=entry)
+        self._took_all(resident)
         log.info("asleep after %.2f s", entry.sleep_s)
         self._look_now.set()
+
+    def _took_all(self, resident: Resident) -> None:
+        for part, seconds in resident.took_s.items():
+            self._took(part, seconds)
+
+    def _took(self, part: str, seconds: float) -> None:
+        self._took_s[part] = self._took_s.get(part, 0.0) + max(0.0, seconds)
 
     # ---- staged weights ----
 

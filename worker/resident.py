@@ -3,7 +3,7 @@
 residency  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  ──▶ engine, memory, transport
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -69,6 +69,11 @@ class Resident(Protocol):
 
     @property
     def state(self) -> ModelState: ...
+
+    @property
+    def took_s(self) -> Mapping[str, float]:
+        """How long the parts of the last change took, in seconds: of a wake `copy` (staged weights) or `read` (the
+        checkpoint), `transport` and `pool`; of going to sleep `pause`, `transfers`, `park` and `release`."""
 
     async def wake(self) -> int:
         """Loads and verifies the weights, and serves. Returns the bytes of memory that it has, when it has all.

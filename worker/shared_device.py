@@ -61,4 +61,3 @@ def share_device(
         changed=changed,
         on_failure=on_failure,
     )
-

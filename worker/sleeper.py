@@ -47,8 +47,8 @@ T = TypeVar("T")
 RATE_S = 60.0
 """Time over which arrivals are averaged."""
 
-POOL = "pool, while it serves"
-"""Name of the part of a wake that comes after it."""
+POOL = "pool"
+"""The part of a wake that goes on while the model serves."""
 
 REFUSED_S = 5.0
 """For this long a refused request of another worker counts as one that waits: the model is needed."""
@@ -80,7 +80,7 @@ class Sleeper:
 
     Attributes:
         state: See the module.
-        took_s: How long the parts of the last change took, in seconds.
+        took_s: See `Resident`.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Sleeper:
             async with asyncio.timeout(self._release_s):
                 await self._service.pause()
                 await self._transport.close()
-                times.end("end transfers")
+                times.end("transfers")
                 await self._engine.poll(lambda engine: engine.park_all() or None)
                 times.end("park")
         except TimeoutError:
@@ -215,12 +215,12 @@ class Sleeper:
         self._expect(ModelState.ASLEEP)
         self._enter(ModelState.WAKING)
         times = _Times()
-        source = "copy weights" if self._memory.staged_bytes else "read weights"
+        source = "copy" if self._memory.staged_bytes else "read"
         try:
             await self._run(self._memory.restore)
             times.end(source)
             await self._transport.open()
-            times.end("open transport")
+            times.end("transport")
             await self._engine.call(_go_on)
         except CPDError as error:
             await self._roll_back(str(error))

@@ -1193,23 +1193,50 @@ class Residency(_message.Message):
     STATE_DRAINING: Residency.State.ValueType  # 4
     """another model needs the memory"""
 
+    @_typing.final
+    class TookSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     SERVES_IN_S_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     WAKES_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     CAS_CONFLICTS_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
     state: Global___Residency.State.ValueType
     serves_in_s: _builtins.float
     """it serves in this time at the latest, as promised; 0: it serves, or is not asked to"""
     pinned: _builtins.bool
     """no other model may displace it"""
     wakes: _builtins.int
-    """this and the next two: totals since the start"""
+    """this and the next ones: totals since the start"""
     waited_s: _builtins.float
     """time from the first request that found the model asleep until it served"""
     cas_conflicts: _builtins.int
     """writes of the device's record that somebody else was faster with"""
+    @_builtins.property
+    def took_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Totals, in seconds: `lock` (from when the model was wanted until it could load), `drain` (until it went to sleep), and the
+        parts of `Resident.took_s` (worker/resident.py).
+        """
+
     def __init__(
         self,
         *,
@@ -1219,10 +1246,11 @@ class Residency(_message.Message):
         wakes: _builtins.int = ...,
         waited_s: _builtins.float = ...,
         cas_conflicts: _builtins.int = ...,
+        took_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cas_conflicts", b"cas_conflicts", "pinned", b"pinned", "serves_in_s", b"serves_in_s", "state", b"state", "waited_s", b"waited_s", "wakes", b"wakes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cas_conflicts", b"cas_conflicts", "pinned", b"pinned", "serves_in_s", b"serves_in_s", "state", b"state", "took_s", b"took_s", "waited_s", b"waited_s", "wakes", b"wakes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -102,6 +102,13 @@ class WorkerMetrics(Collector):
             for names, worker in shared:
                 of_worker.add_metric([*names, state], int(state == worker.residency))
         yield from (of_model, of_worker)
+        parts = CounterMetricFamily(
+            "cpd_worker_residency_seconds", "Time of going to sleep and waking.", labels=[*_LABELS, "part"]
+        )
+        for names, worker in shared:
+            for part, seconds in sorted(worker.load.residency.took_s.items()):
+                parts.add_metric([*names, part], seconds)
+        yield parts
         for metric, (text, value) in _OF_RESIDENCY.items():
             counter = CounterMetricFamily(metric, text, labels=_LABELS)
             for names, worker in shared:

@@ -116,7 +116,10 @@ async def reached(
     Args:
         decode: More arguments of `fake_loader` for the decode worker.
     """
-    async with pair(redis_url, decode={"num_pages": num_pages, **(decode or {})}, **settings) as p, silent_server() as silent:
+    async with (
+        pair(redis_url, decode={"num_pages": num_pages, **(decode or {})}, **settings) as p,
+        silent_server() as silent,
+    ):
         candidates = [p.prefill.candidate]
         ahead = make_request("ahead", prompt(900, 9), max_tokens=2)
         match stage:

@@ -18,7 +18,6 @@ from worker.context import EXIT_RESTART
 from worker.resident import ModelState
 from worker.sleeper import ResidencyError, Sleeper
 
-
 SHARED: dict[str, Any] = {"device_memory": 1 << 30}
 """Settings of workers whose models can sleep."""
 

@@ -226,14 +226,13 @@ async def measure(url: str, expected: Mapping[str, list[Expected]], clients: int
         Redis(unix_socket_path=str(directory.redis_socket)) as redis,
     ):
         watch = Watch(Ledger(redis, "default", secret, socket.gethostname()), results)
-        watching = asyncio.create_task(watch.run())
-        asking = asyncio.gather(*(ask_for_long(client, name) for name in expected for _ in range(clients)))
-        await asyncio.wait([watching, asking], return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            asking.cancel()
-            watching.result()
-        watching.cancel()
-        await asking
+        async with asyncio.TaskGroup() as watches:
+            watching = watches.create_task(watch.run())
+            async with asyncio.TaskGroup() as asks:
+                for name in expected:
+                    for _ in range(clients):
+                        asks.create_task(ask_for_long(client, name))
+            watching.cancel()
     return results
 
 

@@ -1,9 +1,9 @@
 """Processes are killed and stopped at each step in which one model displaces another from a device that they share.
 
-A cell has a stream run on the victim, asks for the other model, the waker, and holds the displacement in a step. Then it
-injects the fault and lets the displacement go on. Whoever is left must be served meanwhile. Afterwards all tokens are
-right, both models are served again, and the device's record says what was measured. Memory is measured all the time: a
-device for one model must never have two.
+A cell has a stream run on the victim, asks for the other model, the waker, and holds the displacement in a step. Then
+it injects the fault and lets the displacement go on. Whoever is left must be served meanwhile. Afterwards all tokens
+are right, both models are served again, and the device's record says what was measured. Memory is measured all the
+time: a device for one model must never have two.
 """
 
 import asyncio
@@ -117,7 +117,9 @@ class SharedDevice(FaultCluster):
         except (FileNotFoundError, ProcessLookupError):
             return 0
         sizes_kb = [int(line.split()[1]) for line in lines if line.startswith(("Size:", "Rss:"))]
-        return sum(rss << 10 for size, rss in zip(sizes_kb[::2], sizes_kb[1::2], strict=True) if size << 10 >= POOL_BYTES)
+        return sum(
+            rss << 10 for size, rss in zip(sizes_kb[::2], sizes_kb[1::2], strict=True) if size << 10 >= POOL_BYTES
+        )
 
     def check_memory(self) -> None:
         """Checks that the device's memory was not given to two."""

@@ -116,6 +116,7 @@ DISPLACEMENTS = [
     for cell in product(DisplacementSubject, FAULTS, Step)
 ]
 
+
 @pytest.fixture(scope="module")
 def oracle(checkpoint: MakeCheckpoint) -> Oracle:
     return Oracle(checkpoint("qwen3"))

@@ -33,6 +33,7 @@ class Model:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.took_s: dict[str, float] = {}
         self._memory: mmap.mmap | None = None
         self._waiting: list[float] = []
         self._running: dict[int, tuple[asyncio.TimerHandle, float]] = {}

@@ -43,7 +43,7 @@ class FakeResident:
     """
 
     def __init__(self, name: str, size: int, memory: Memory) -> None:
-        self.state = ModelState.SERVING
+        self.state, self.took_s = ModelState.SERVING, {"copy": 0.25}
         self.name, self.size, self.memory = name, size, memory
         self.waiting = self.running = self.staged = self.held = 0
         self.last_access = time.monotonic()

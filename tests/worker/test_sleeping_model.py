@@ -83,9 +83,11 @@ def model(checkpoint: MakeCheckpoint) -> Path:
 async def test_streams_go_on_with_the_tokens_of_an_undisturbed_run(
     redis_url: str, model: Path, host_kv_memory: int, staged: bool
 ) -> None:
-    async with serving(
-        redis_url, model, host_kv_memory=host_kv_memory, staging_memory=staged << 30
-    ) as (_, router, sleeper):
+    async with serving(redis_url, model, host_kv_memory=host_kv_memory, staging_memory=staged << 30) as (
+        _,
+        router,
+        sleeper,
+    ):
         undisturbed = await submit(router, make_requests("one"))
         await router.done(*undisturbed)
         if staged:

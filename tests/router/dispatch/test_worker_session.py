@@ -947,7 +947,8 @@ async def test_workers_on_a_shared_device_have_metrics_of_their_own(
     worker = await start_worker()
     router = await start_router(worker)
     assert "cpd_gpu_cas_conflicts" not in (await router.http.get("/metrics")).text
-    residency = pb.Residency(state=pb.Residency.STATE_DRAINING, wakes=3, waited_s=4.5, cas_conflicts=6)
+    took_s = {"copy": 0.5, "lock": 4.0}
+    residency = pb.Residency(state=pb.Residency.STATE_DRAINING, wakes=3, waited_s=4.5, cas_conflicts=6, took_s=took_s)
     worker.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=1, residency=residency)))
     labels = 'role="combined",router="router-a",worker="combined-0"'
     wanted = f"cpd_worker_wakes_total{{{labels}}} 3.0"
@@ -961,3 +962,6 @@ async def test_workers_on_a_shared_device_have_metrics_of_their_own(
     assert 'cpd_worker_residency{role="combined",router="router-a",state="serving",worker="combined-0"} 0.0' in text
     assert f"cpd_worker_wake_wait_seconds_total{{{labels}}} 4.5" in text
     assert f"cpd_gpu_cas_conflicts_total{{{labels}}} 6.0" in text
+    for part, seconds in took_s.items():
+        part_labels = labels.replace("role", f'part="{part}",role', 1)
+        assert f"cpd_worker_residency_seconds_total{{{part_labels}}} {seconds}" in text
