@@ -101,7 +101,7 @@ async def test_a_request_wakes_its_model_and_displaces_another(make: MakeWorker)
     report = a.residency.report()
     assert (report.wakes, report.serves_in_s, a.resident.running) == (1, 0, 1)
     assert report.took_s["lock"] > 0
-    assert report.took_s["copy"] == 0.25
+    assert report.took_s["copy"] == 0.5  # as long for its sleep as for its wake
 
 
 async def test_running_requests_are_parked_after_the_drain_and_go_on_after_the_next_wake(make: MakeWorker) -> None:
