@@ -44,6 +44,13 @@ def token(token_id: int) -> str:
     return f"<[{token_id}]>"
 
 
+def marker_tokens(grammar: Grammar) -> list[int]:
+    """Returns the ids of the `token` expressions of a grammar, in their order."""
+    if grammar.kind is not GrammarKind.EBNF:
+        return []
+    return list(dict.fromkeys(int(token_id) for token_id in re.findall(r"<\[(\d+)\]>", grammar.text)))
+
+
 def text_without(text: str) -> str:
     """Returns the expression of a terminal: any text but an empty one, in which `text` is not."""
     return f"/(?s:.+)/ & ~/(?s:.*){_escaped(text)}(?s:.*)/"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from cpd.common.checkpoint_files import read_json
 from cpd.common.errors import CheckpointError
 from cpd.common.settings import SamplingDefaults
 from cpd.grammar.grammar import Grammar
 from cpd.rpc import cpd_pb2 as pb
 from router.api.schemas import GenerateRequest
 from router.errors import invalid
-from router.text.text_files import read_json
+
 
 _MODEL_DEFAULTS = (
     *("temperature", "top_p", "top_k", "min_p"),

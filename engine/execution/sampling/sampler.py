@@ -53,13 +53,15 @@ class ChosenTokens:
         token_ids: int64 [R]
         with_logprobs: Rows that asked for log-probabilities. [L]
         tops: Number of alternatives that each of those rows asked for. [L]
-        logprobs: Log-probabilities of the chosen tokens [L], of the most likely ones [L, max(tops)], and the ids of the
-            latter. None if L is 0.
+        replacements: Tokens that may take the place of these rows' tokens; None: none will. [L]
+        logprobs: Log-probabilities of the chosen tokens and of their replacements [L, 2], of the most likely tokens
+            [L, max(tops)], and the ids of the latter. None if L is 0.
     """
 
     token_ids: Tensor
     with_logprobs: Sequence[int] = ()
     tops: Sequence[int] = ()
+    replacements: Sequence[int | None] = ()
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
     def to_host(self) -> Self:
@@ -70,17 +72,21 @@ class ChosenTokens:
 
         logprobs = None
         if self.logprobs is not None:
-            of_chosen, best, ids = self.logprobs
-            logprobs = copied(of_chosen), copied(best), copied(ids)
+            own, best, ids = self.logprobs
+            logprobs = copied(own), copied(best), copied(ids)
         return replace(self, token_ids=copied(self.token_ids), logprobs=logprobs)
 
     def read(self) -> list[Sampled]:
         """Returns the token of each row."""
         sampled = [Sampled(token_id) for token_id in self.token_ids.tolist()]
         if self.logprobs is not None:
-            of_chosen, best, ids = (tensor.tolist() for tensor in self.logprobs)
-            for row, top, own, values, tokens in zip(self.with_logprobs, self.tops, of_chosen, best, ids, strict=True):
-                sampled[row].logprobs = TokenLogprobs(own, list(zip(tokens[:top], values[:top], strict=True)))
+            of_own = (tensor.tolist() for tensor in self.logprobs)
+            of_rows = zip(self.with_logprobs, self.tops, self.replacements, *of_own, strict=True)
+            for row, top, replacement, (chosen, other), values, tokens in of_rows:
+                alternatives = list(zip(tokens[:top], values[:top], strict=True))
+                sampled[row].logprobs = TokenLogprobs(chosen, alternatives)
+                if replacement is not None:
+                    sampled[row].replacement = TokenLogprobs(other, alternatives)
         return sampled
 
 
@@ -125,8 +131,11 @@ class Sampler:
             return ChosenTokens(chosen)
         tops = [params[i].top_logprobs or 0 for i in with_logprobs]
         best = torch.topk(raw_logprobs, min(max(tops), self._vocab_size), dim=-1)
-        of_chosen = raw_logprobs.gather(1, _take(chosen, with_logprobs)[:, None]).flatten()
-        return ChosenTokens(chosen, with_logprobs, tops, (of_chosen, best.values, best.indices))
+        replacements = [None if c is None else c.replacement() for c in (rows[i].constraint for i in with_logprobs)]
+        own = torch.stack([_take(chosen, with_logprobs), _index([token or 0 for token in replacements], chosen)], dim=1)
+        return ChosenTokens(
+            chosen, with_logprobs, tops, replacements, (raw_logprobs.gather(1, own), best.values, best.indices)
+        )
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites float32 `logits`."""

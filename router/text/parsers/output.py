@@ -78,7 +78,7 @@ class OutputFormat:
         return OutputParser(reasoning, parsers[self.tools](frozenset(tools)) if tools else None, parallel=parallel)
 
     def forced_calls(self, prompt: str, calls: CallRules) -> Grammar:
-        """Returns the grammar of outputs that are tool calls, behind the reasoning that the prompt began.
+        """Returns the grammar of outputs that are tool calls, behind the model's reasoning.
 
         Raises:
             GrammarError: A schema can't be used, or all of them are too large.
@@ -87,7 +87,7 @@ class OutputFormat:
         return grammar([f"start: {before} calls", *rules, *FORCED_PARSERS[self.tools].grammar(calls)])
 
     def answer_or_calls(self, prompt: str, answer: Grammar, calls: CallRules) -> Grammar | None:
-        """Returns the grammar of outputs that are an answer or calls, behind the reasoning that the prompt began.
+        """Returns the grammar of outputs that are an answer or calls, behind the model's reasoning.
 
         None if calls don't begin with a token, or `answer` has rules of its own.
 
@@ -120,16 +120,16 @@ class OutputFormat:
         )
 
     def behind_reasoning(self, prompt: str, answer: Grammar, token_id: TokenId) -> Grammar | None:
-        """Returns the grammar of outputs whose answer follows `answer`, behind the reasoning that the prompt began.
+        """Returns the grammar of outputs whose answer follows `answer`, behind the model's reasoning.
 
-        None if there is no such grammar: the prompt began none, or `answer` has rules of its own.
+        None if there is no such grammar: there is no reasoning, or `answer` has rules of its own.
 
         Raises:
             GrammarError: It is too large.
         """
-        if not self.begins_inside(prompt) or (content := expression(answer)) is None:
-            return None
         before, rules = self._before(prompt, token_id)
+        if not before or (content := expression(answer)) is None:
+            return None
         return grammar([f"start: {before} content", f"content: {content}", *rules])
 
     def _is_marked(self, calls: CallRules) -> bool:
@@ -138,10 +138,19 @@ class OutputFormat:
         return bool(opening) and calls.is_token(opening)
 
     def _before(self, prompt: str, token_id: TokenId) -> tuple[str, list[str]]:
-        """Returns the start of an output as an expression, and its rules."""
-        if not self.begins_inside(prompt):
+        """Returns what comes before the answer or the calls as an expression, and its rules; empty for nothing.
+
+        That is the rest of the reasoning that the prompt began, or reasoning as the model likes, if tokens mark it. A
+        prompt with both tags says that the model should not reason.
+        """
+        if not self.reasoning:
             return "", []
-        return "reasoning", reasoning_rules(TAGS[self.reasoning], token_id)
+        tags = TAGS[self.reasoning]
+        if self.begins_inside(prompt):
+            return "reasoning", reasoning_rules(tags, token_id)
+        if prompt.rstrip(SPACE).endswith(tags[1]) or None in map(token_id, tags):
+            return "", []
+        return "reasoning?", reasoning_rules(tags, token_id, opened=False)
 
 
 def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> OutputFormat:

@@ -1,26 +1,23 @@
 """Tools and reasoning, with the official client, a router on a socket and workers that answer known text."""
 
 import json
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from cpd.common.settings import ReasoningParserName, ToolCallParserName
 from cpd.rpc import cpd_pb2 as pb
 from router.api.respond import INLINE_TOKENS
 from router.text.parsers.output import TOOL_PARSERS
 from router.text.parsers.reasoning import TAGS
+from tests.router.api.tool_models import MODEL, QUESTION, make_tool_model
 from tests.router.conftest import Router, StartRouter, StartWorker
 from tests.router.fake_worker import Answer, FakeWorker, outputs
-from tests.router.text.test_template import TEMPLATES
 
-MODEL = "tool-model"
-QUESTION: Any = [{"role": "user", "content": "How is it?"}]
+
 TOOLS: Any = [
     {
         "type": "function",
@@ -31,7 +28,6 @@ TOOLS: Any = [
 ARGUMENTS = '{"city": "Zürich",  "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]")
 
 
 Start = Callable[..., Awaitable[Router]]
@@ -46,14 +42,7 @@ def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path,
 
     async def make(template: str, *texts: str, **settings: Any) -> Router:
         directory = tmp_path / MODEL
-        shutil.copytree(model_dir, directory, dirs_exist_ok=True)
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.add_special_tokens(list(MARKERS))
-        tokenizer.save(str(directory / "tokenizer.json"))
-        source = next((path.read_text() for path in TEMPLATES if path.stem == template), template)
-        special = {"eos_token": "<|end|>", "bos_token": "<|start|>"}
-        (directory / "tokenizer_config.json").write_text(json.dumps(special | {"chat_template": source}))
-        end = tokenizer.encode("<|end|>").ids[0]
+        tokenizer, end = make_tool_model(model_dir, directory, template)
         replies = [[*tokenizer.encode(text).ids, end] for text in texts]
 
         async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
