@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from cpd.common.blocks import extend_hashes
@@ -20,6 +21,7 @@ from engine.model.config import load_config
 from engine.scheduling import lookahead
 from engine.scheduling.plan import Plan
 from engine.types import Finish, Request, SamplingParams
+from tests.checkpoints import load_oracle
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import FakeRunner, Served, assert_all_released, drain, engine_of
 from tests.engine.fakes import make_request as make_fake_request
@@ -36,6 +38,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 PERSON = grammars.json_schema(SCHEMA)
+SENTENCE = "the grammar says all of this text, and nothing is left for the model to say, "
 
 
 class Model:
@@ -165,6 +168,74 @@ def test_an_output_may_end_where_the_grammar_goes_on_only_after_the_minimum(mode
     bias = {model.eos: 100.0}
     served = serve(model.engine(), model.request("r", grammars.regex("[a-f ]*"), min_tokens=7, logit_bias=bias))
     assert (len(served.token_ids["r", 0]), served.finish["r", 0]) == (8, Finish.STOP)
+
+
+def test_tokens_that_a_grammar_forces_need_no_step_of_their_own(model: Model) -> None:
+    engine, steps = model.engine(), 0
+    engine.add(model.request("r", grammars.regex(f"([ab]{SENTENCE}){{5}}")))
+    served = Served()
+    while engine.has_work:
+        served.take(engine.step())
+        steps += 1
+    tokens = served.token_ids["r", 0]
+    assert model.text(tokens).count(SENTENCE) == 5
+    assert steps < len(tokens) / 3
+    assert_all_released(engine)
+
+
+def test_forced_tokens_are_the_same_however_the_output_is_computed(model: Model) -> None:
+    """In a batch, preempted, with choices, and with log-probabilities, which come one token at a time."""
+    grammar = grammars.regex(f"([a-z]{SENTENCE}([a-z]{{2}}-)*)+")
+    requests = [model.request(f"r{i}", grammar, seed=i, max_tokens=90 + i, length=5 + 13 * i) for i in range(12)]
+    small, large = model.engine(num_pages=40), model.engine()
+    batch = serve(small, *requests)
+    assert small.stats().preemptions > 0
+    for request in requests:
+        alone = serve(large, request)
+        assert alone.token_ids[request.id, 0] == batch.token_ids[request.id, 0]
+        with_logprobs = replace(request, params=replace(request.params, top_logprobs=2))
+        served = serve(large, with_logprobs)
+        assert served.token_ids[request.id, 0] == alone.token_ids[request.id, 0]
+        assert len(served.logprobs[request.id, 0]) == len(served.token_ids[request.id, 0])
+    choices = serve(large, replace(requests[3], n=3))
+    assert choices.token_ids["r3", 0] == batch.token_ids["r3", 0]
+
+
+def test_documents_end_before_their_limit(model: Model) -> None:
+    """Also where strings would have no end, and whatever the limit is."""
+    schema = {"type": "object", "properties": {"texts": {"type": "array", "minItems": 2}, "name": {"type": "string"}}}
+    grammar = grammars.json_schema(schema | {"required": ["texts", "name"]})
+    requests = [model.request(f"r{i}", grammar, seed=i, max_tokens=40 + 3 * i) for i in range(16)]
+    served = serve(model.engine(), *requests)
+    for request in requests:
+        tokens = served.token_ids[request.id, 0]
+        assert served.finish[request.id, 0] is Finish.STOP
+        assert len(tokens) <= request.params.max_tokens
+        assert_valid(model.text(tokens), schema)
+
+
+def test_log_probabilities_of_an_ending_are_those_of_the_model(model: Model) -> None:
+    request = model.request("r", grammars.json_schema({"type": "array", "items": {"type": "string"}}), max_tokens=25)
+    plain = serve(model.engine(), request)
+    served = serve(model.engine(), replace(request, params=replace(request.params, top_logprobs=1)))
+    tokens = served.token_ids["r", 0]
+    assert (tokens, served.finish["r", 0]) == (plain.token_ids["r", 0], Finish.STOP)
+    with torch.inference_mode():
+        logits = load_oracle(model.directory)(input_ids=torch.tensor([[*request.token_ids, *tokens]])).logits[0]
+    of_model = torch.log_softmax(logits.float(), dim=-1)[len(request.token_ids) - 1 :]
+    for position, (token_id, scored) in enumerate(zip(tokens, served.logprobs["r", 0], strict=True)):
+        assert scored.logprob == pytest.approx(of_model[position, token_id].item(), abs=1e-3)
+
+
+def test_a_replay_within_a_forced_run_or_an_ending_goes_on_with_the_same_tokens(model: Model) -> None:
+    grammar = grammars.regex(f"([ab]{SENTENCE})+[a-z ]*")
+    request = model.request("r", grammar, seed=3, max_tokens=70)
+    whole = serve(model.engine(), request).token_ids["r", 0]
+    engine = model.engine()
+    for emitted in range(1, len(whole)):
+        tokens = [*request.token_ids, *whole[:emitted]]
+        replay = replace(request, token_ids=tokens, block_hashes=extend_hashes(request.hash_root, tokens))
+        assert serve(engine, replay).token_ids["r", 0] == whole[emitted:]
 
 
 def test_a_dead_end_fails_the_request_and_no_other(model: Model) -> None:
