@@ -226,8 +226,8 @@ class OutputProcessor:
     def _followed(self, seq: Sequence, constraint: TokenConstraint, one: Sampled) -> list[int]:
         """Returns the tokens that a choice gets when a token was sampled: those that its grammar forces come with it.
 
-        If it has log-probabilities, it gets a single token, since the others' are not computed yet. Then the mask forces
-        these. That holds for a prefill, too, whose caller expects a single token.
+        If it has log-probabilities, it gets a single token, since the others' are not computed yet. Then the mask
+        forces these. That holds for a prefill, too, whose caller expects a single token.
         """
         request, sampled_id = seq.request, one.token_id
         single = request.prefill_only or request.params.top_logprobs is not None

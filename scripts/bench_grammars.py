@@ -1,9 +1,9 @@
 """Measures outputs that follow grammars: `python -m scripts.bench_grammars` from the repository's root.
 
-1. Schemas (`--only schemas`, needs `--schemas DIR`): of 1,000 JSON schemas, drawn with a fixed seed and equally over the
-   folders of DIR, how many are accepted; how many of their documents finish and are valid by `jsonschema`, at temperature
-   1, with random weights and with the bundled model; what compiling and masks cost. JSONSchemaBench's `data` folder
-   (https://github.com/guidance-ai/jsonschemabench) is such a DIR.
+1. Schemas (`--only schemas`, needs `--schemas DIR`): of 1,000 JSON schemas, drawn with a fixed seed and equally over
+   the folders of DIR, how many are accepted; how many of their documents finish and are valid by `jsonschema`, at
+   temperature 1, with random weights and with the bundled model; what compiling and masks cost. JSONSchemaBench's
+   `data` folder (https://github.com/guidance-ai/jsonschemabench) is such a DIR.
 2. Speed (`--only speed`): tokens a second over HTTP of 16 streams with a schema, and of as many without.
 3. Forced tokens (`--only forced`): tokens a second of 16 documents whose schema says most of their text, with forced
    tokens and without, in one process.
@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -40,8 +41,8 @@ from bench.settings import RunSettings
 from cpd.grammar import grammar as grammars
 from cpd.grammar.compiler import CompiledGrammar, Vocabulary, check
 from cpd.grammar.grammar import GrammarError
-from engine import output_processor
 from engine.execution.cpu.lanes import own_cores, use_threads
+from engine.scheduling.plan import MAX_DECODE_TOKENS
 from engine.types import Finish
 from models import tiny
 from models.tiny.make import train_bpe, write
@@ -103,7 +104,11 @@ def bombs() -> Iterator[dict[str, Any]]:
     yield {"guided_regex": "(((a{1,99}){1,99}){1,99}){1,99}"}
     yield {"guided_regex": "(a|b)*a(a|b){40}"}
     yield {"guided_regex": "(.*a){25}"}
-    yield {"guided_grammar": "start: " + " ".join(f"r{i}" for i in range(250)) + "".join(f"\nr{i}: /a+/" for i in range(250))}
+    yield {
+        "guided_grammar": "start: "
+        + " ".join(f"r{i}" for i in range(250))
+        + "".join(f"\nr{i}: /a+/" for i in range(250))
+    }
 
 
 def draw(folder: Path, count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -198,17 +203,15 @@ def measure_forced(checkpoint: Path, repeats: int) -> None:
     """Measures and prints documents with forced tokens, and without."""
     engine = ConstrainedEngine(checkpoint, streams=STREAMS, max_len=1024)
     compiled = engine.vocabulary.compile(grammars.json_schema(RECORD))
-    most = output_processor.MAX_DECODE_TOKENS
     rates: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(repeats):
-        for name, tokens in (("with", most), ("without", 1)):
-            setattr(output_processor, "MAX_DECODE_TOKENS", tokens)
+        for name, tokens in (("with", MAX_DECODE_TOKENS), ("without", 1)):
             begun_s = time.perf_counter()
-            documents = engine.run([compiled] * 4 * STREAMS, 512)
+            with patch("engine.output_processor.MAX_DECODE_TOKENS", tokens):
+                documents = engine.run([compiled] * 4 * STREAMS, 512)
             total = sum(len(document.token_ids) for document in documents)
             rates[name].append(total / (time.perf_counter() - begun_s))
             print(f"{name:8} {rates[name][-1]:8.0f} tok/s, {total / len(documents):.0f} tokens a document")
-    setattr(output_processor, "MAX_DECODE_TOKENS", most)
     ratios = [ours / theirs for ours, theirs in zip(rates["with"], rates["without"], strict=True)]
     print(f"forced tokens: {statistics.median(ratios):.2f} x (goal 1.3; {min(ratios):.2f} to {max(ratios):.2f})")
 
@@ -241,16 +244,21 @@ def _texts() -> Iterator[str]:
 
 def measure_speed(model: Path, repeats: int, requests: int) -> None:
     """Measures and prints the rate of streams with a schema and without, in turn."""
-    asked = {"with": {"guided_json": LISTS, "temperature": 1, "ignore_eos": False}, "without": {"temperature": 1}}
+    asked: dict[str, dict[str, Any]] = {
+        "with": {"guided_json": LISTS, "temperature": 1, "ignore_eos": False},
+        "without": {"temperature": 1},
+    }
     rates: dict[str, list[float]] = {name: [] for name in asked}
     with Cluster(model=str(model), served_model_name=MODEL_NAME, dtype="auto", **ONE_COMBINED) as cluster:
-        for name, fields in asked.items():
+        for fields in asked.values():
             _load(cluster, model, 2 * STREAMS, fields)  # warms up
         for _ in range(repeats):
             for name, fields in asked.items():
                 summary = _load(cluster, model, requests, fields)
                 rates[name].append(summary.output_tokens_per_s or 0.0)
-                print(f"{name:8} {rates[name][-1]:8.0f} tok/s   ITL p50 {summary.itl_ms.p50} p99 {summary.itl_ms.p99} ms")
+                print(
+                    f"{name:8} {rates[name][-1]:8.0f} tok/s   ITL p50 {summary.itl_ms.p50} p99 {summary.itl_ms.p99} ms"
+                )
     ratios = [ours / theirs for ours, theirs in zip(rates["with"], rates["without"], strict=True)]
     print(f"with a schema {statistics.median(ratios):.2f} x (goal 0.9; {min(ratios):.2f} to {max(ratios):.2f})")
 
@@ -264,9 +272,13 @@ def measure_bombs(model: Path, repeats: int, requests: int) -> None:
             gaps["alone"].append(_load(cluster, model, requests, {}).itl_ms.p99 or 0.0)
             with _throwing(cluster) as answers:
                 gaps["beside"].append(_load(cluster, model, requests, {}).itl_ms.p99 or 0.0)
-            print(f"ITL p99 alone {gaps['alone'][-1]:.1f} ms, beside bombs {gaps['beside'][-1]:.1f} ms; bombs: {answers}")
+            print(
+                f"ITL p99 alone {gaps['alone'][-1]:.1f} ms, beside bombs {gaps['beside'][-1]:.1f} ms; bombs: {answers}"
+            )
     ratios = [beside / alone for alone, beside in zip(gaps["alone"], gaps["beside"], strict=True)]
-    print(f"beside bombs ITL p99 is {statistics.median(ratios):.2f} x (goal 1.2; {min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"beside bombs ITL p99 is {statistics.median(ratios):.2f} x (goal 1.2; {min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ class ConstrainedEngine:
     """
 
     def __init__(self, checkpoint: Path, *, streams: int, max_len: int) -> None:
-        runner = TorchRunner(checkpoint, dtype="auto", device="cpu", kv_bytes=_KV_BYTES, max_model_len=max_len, lanes=False)
+        runner = TorchRunner(
+            checkpoint, dtype="auto", device="cpu", kv_bytes=_KV_BYTES, max_model_len=max_len, lanes=False
+        )
         labels = profile_labels(checkpoint, runner.dtype, runner.pool.device)
         profile = measure_rough_profile(runner, runner.num_pages * BLOCK_SIZE, **labels)
         self.vocabulary = Vocabulary.of_checkpoint(checkpoint, runner.config.vocab_size)
@@ -113,5 +115,7 @@ def timed(names: Sequence[str]) -> Iterator[Mapping[str, list[float]]]:
 
         return call
 
-    with patch.multiple(TokenConstraint, **{name: wrapped(name) for name in names}):
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(TokenConstraint, name, wrapped(name)))
         yield ms

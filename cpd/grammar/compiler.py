@@ -66,6 +66,9 @@ class CompiledGrammar:
     Args:
         matcher: At the start of an output.
         markers: The grammar's tokens that are no text.
+
+    Attributes:
+        shortest: Number of tokens of the shortest output that was found; None if none was.
     """
 
     def __init__(self, vocabulary: "Vocabulary", matcher: LLMatcher, markers: Sequence[int]) -> None:
@@ -73,7 +76,7 @@ class CompiledGrammar:
         self._matcher = matcher
         self._markers = markers
         ending = vocabulary.endings.find(matcher, markers, MAX_SHORTEST)
-        self._shortest = None if ending is None else len(ending) + 1
+        self.shortest = None if ending is None else len(ending) + 1
 
     def constraint(self, end_tokens: Collection[int]) -> TokenConstraint:
         """Returns the constraint of a new output.
@@ -96,7 +99,7 @@ class CompiledGrammar:
             end=next((token for token in vocabulary.eos_ids if token in known), known[0]),
             markers=self._markers,
             endings=vocabulary.endings,
-            shortest=self._shortest,
+            shortest=self.shortest,
         )
         return TokenConstraint(self._matcher.deep_copy(), tokens)
 

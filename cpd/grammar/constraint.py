@@ -5,17 +5,16 @@ They are those of the tokenizer, up to the last one that could also be the start
 
 **Endings.** An output should end before its limit on tokens cuts it. So while tokens are left, the constraint looks
 from time to time for an ending (`cpd/grammar/ending.py`), the more often the fewer can be spared. A sampled token after
-which no ending is found that fits is replaced by the first token of the ending before it. Once the ending needs all that
-is left, its tokens are forced.
+which no ending is found that fits is replaced by the first token of the ending before it. Once the ending needs all
+that is left, its tokens are forced.
 
-What is forced or replaced follows from the tokens of the output so far and its limit, and from nothing else. So the state
-is the same whether the tokens were sampled here, or are accepted again where the output goes on.
+What is forced or replaced follows from the tokens of the output so far and its limit, and from nothing else. So the
+state is the same whether the tokens were sampled here, or are accepted again where the output goes on.
 """
 
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-
 from typing import Self
 
 import numpy as np
@@ -32,6 +31,7 @@ _NO_LIMIT = 1 << 62
 
 _PART = 8
 """An ending is looked for again when this part of the tokens that the last one left over are used."""
+
 
 def mask_of(tokens: Iterable[int], vocab_size: int) -> Mask:
     """Returns the mask of these tokens; those outside the vocabulary are dropped. [(vocab_size + 31) // 32]"""
@@ -147,7 +147,7 @@ class TokenConstraint:
         """Returns the token that would take the place of a sampled one; None if none would."""
         if self.error or self._forced or self._left - 1 > self._check_at:
             return None
-        ending = self._ending()
+        ending = self._ending(self._matcher, self._left)
         return ending[0] if ending else None
 
     def fork(self, left: int | None = None) -> Self:
@@ -167,40 +167,30 @@ class TokenConstraint:
         """Goes on to a token, or, if it is replaceable, to the one in its place. Returns it; None with an error."""
         if self.error:
             return None
-        is_end = self._is_end(token_id)
-        if not (self._matcher.is_accepting() if is_end else self._matcher.consume_token(token_id)):
+        is_forced = self._forced[:1] == [token_id]
+        is_due = not is_forced and self._left - 1 <= self._check_at
+        before = self._matcher.deep_copy() if is_due and replaceable else None
+        if not self._take(self._matcher, token_id):
             self.error = f"the grammar does not allow token {token_id} here{self._reason()}"
             return None
         self._left -= 1
-        forced, self._forced = self._forced, []
-        if is_end:
-            return token_id
-        if forced and forced[0] == token_id:
-            self._forced = forced[1:]
-        elif self._left <= self._check_at:
-            token_id = self._check(token_id, replaceable=replaceable)
+        self._forced = self._forced[1:] if is_forced else []
+        if is_due and not self._is_end(token_id):
+            ending = self._ending(self._matcher, self._left)
+            if ending is None and before is not None and (instead := self._ending(before, self._left + 1)):
+                token_id, self._matcher = instead[0], before
+                self._take(before, token_id)
+                ending = None if self._is_end(token_id) else self._ending(before, self._left)  # as for a replay
+            if ending and len(ending) == self._left:
+                self._forced = ending
+            self._plan_check(len(ending) if ending else None)
         if not (self._forced or self._is_end(token_id)):
             self._forced = self._only_way()
         return token_id
 
-    def _check(self, token_id: int, *, replaceable: bool) -> int:
-        """Looks for an ending after the last token. Replaces the token if there is none. Returns the last token."""
-        ending = self._ending()
-        if ending is None and replaceable:
-            self._matcher.rollback(1)
-            self._left += 1
-            before = self._ending()
-            if before:
-                token_id = before[0]
-            self._left -= 1
-            if self._is_end(token_id):
-                return token_id
-            self._matcher.consume_token(token_id)
-            ending = self._ending() if before else None
-        if ending is not None and len(ending) == self._left:
-            self._forced = ending
-        self._plan_check(None if ending is None else len(ending))
-        return token_id
+    def _take(self, matcher: LLMatcher, token_id: int) -> bool:
+        """Moves a matcher on. Returns False if its grammar does not allow the token."""
+        return bool(matcher.is_accepting() if self._is_end(token_id) else matcher.consume_token(token_id))
 
     def _plan_check(self, length: int | None) -> None:
         """Decides when to look for an ending next, after one of `length` tokens was found, or none."""
@@ -209,12 +199,10 @@ class TokenConstraint:
         else:
             self._check_at = self._left - max(1, (self._left - length) // _PART)
 
-    def _ending(self) -> list[int] | None:
-        """Returns an ending that fits into what is left; None if none was found."""
-        if self._left < 1:
-            return None
+    def _ending(self, matcher: LLMatcher, left: int) -> list[int] | None:
+        """Returns an ending of at most `left` tokens; None if none was found."""
         tokens = self._tokens
-        text = tokens.endings.find(self._matcher, tokens.markers, self._left - 1)
+        text = tokens.endings.find(matcher, tokens.markers, left - 1) if left > 0 else None
         return None if text is None or not all(map(self._is_text, text)) else [*text, tokens.end]
 
     def _only_way(self) -> list[int]:

@@ -13,7 +13,6 @@ from cpd.performance.model import Work
 from engine.batch import Batch, IntArray, SampleRow
 from engine.scheduling.sequence import Sequence, SequenceTable
 
-
 MAX_DECODE_TOKENS = BLOCK_SIZE
 """Most tokens of a decode: a sampled one, and those that its grammar forces behind it. A sequence that decodes needs no
 more than one page a step."""

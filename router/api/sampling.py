@@ -17,7 +17,6 @@ from cpd.rpc import cpd_pb2 as pb
 from router.api.schemas import GenerateRequest
 from router.errors import invalid
 
-
 _MODEL_DEFAULTS = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),

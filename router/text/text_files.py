@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from cpd.common import checkpoint_files
 from cpd.common.checkpoint_files import read_json
 from cpd.common.errors import CheckpointError

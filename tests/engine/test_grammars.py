@@ -172,13 +172,13 @@ def test_an_output_may_end_where_the_grammar_goes_on_only_after_the_minimum(mode
 
 def test_tokens_that_a_grammar_forces_need_no_step_of_their_own(model: Model) -> None:
     engine, steps = model.engine(), 0
-    engine.add(model.request("r", grammars.regex(f"([ab]{SENTENCE}){{5}}")))
+    engine.add(model.request("r", grammars.regex(f"([ab]{SENTENCE}){{3}}")))
     served = Served()
     while engine.has_work:
         served.take(engine.step())
         steps += 1
     tokens = served.token_ids["r", 0]
-    assert model.text(tokens).count(SENTENCE) == 5
+    assert model.text(tokens).count(SENTENCE) == 3
     assert steps < len(tokens) / 3
     assert_all_released(engine)
 

@@ -17,7 +17,6 @@ from tests.router.api.tool_models import MODEL, QUESTION, make_tool_model
 from tests.router.conftest import Router, StartRouter, StartWorker
 from tests.router.fake_worker import Answer, FakeWorker, outputs
 
-
 TOOLS: Any = [
     {
         "type": "function",

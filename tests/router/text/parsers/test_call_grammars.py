@@ -200,7 +200,9 @@ def test_a_model_may_reason_before_a_grammar_if_the_prompt_says_nothing(kind: st
         forced = form.forced_calls("assistant\n", rules(kind))
         validate(parse(form, walk(kind, forced, seed), "assistant\n", forced=True)[2])
     assert reasoned == {True, False}
-    assert form.behind_reasoning("assistant\n", answer, tokenizer("text").token_to_id) is None  # its tags may be content
+    assert (
+        form.behind_reasoning("assistant\n", answer, tokenizer("text").token_to_id) is None
+    )  # its tags may be content
 
 
 def test_forced_calls_come_behind_the_reasoning() -> None:
