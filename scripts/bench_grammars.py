@@ -95,10 +95,13 @@ RECORD: dict[str, Any] = {
 
 def bombs() -> Iterator[dict[str, Any]]:
     """Fields of requests that are made to take long."""
-    schema: dict[str, Any] = {"type": "string"}
-    for level in range(12):
-        schema = {"anyOf": [{"allOf": [schema, {"minLength": level}]}, {"items": schema, "maxItems": 99}] * 2}
-    yield {"guided_json": {"$defs": {"a": schema}, "type": "array", "items": {"$ref": "#/$defs/a"}}}
+    cases = [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(12)]
+    yield {"guided_json": {"type": "object", "allOf": cases}}
+    chain = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"items": {"$ref": f"#/$defs/d{i + 1}"}}]}
+        for i in range(200)
+    }
+    yield {"guided_json": {"$defs": chain | {"d200": {"type": "null"}}, "$ref": "#/$defs/d0"}}
     yield {"guided_json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"}}
     yield {"guided_json": {"type": "array", "items": {"enum": [f"{i:04}" * 30 for i in range(500)]}}}
     yield {"guided_regex": "(((a{1,99}){1,99}){1,99}){1,99}"}

@@ -6,6 +6,8 @@ references, so it runs on a thread with a deep stack; and its time grows with th
 """
 
 import json
+import math
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -20,13 +22,16 @@ from cpd.common.errors import CheckpointError
 from cpd.grammar.constraint import OutputTokens, TokenConstraint, describe, mask_of
 from cpd.grammar.ending import Endings
 from cpd.grammar.grammar import Grammar, GrammarError, GrammarKind
-from cpd.grammar.lark import JSON_OPTIONS, marker_tokens
+from cpd.grammar.lark import FORCING, JSON_OPTIONS, NOT_FORCING, expression, marker_tokens
 
 MAX_RULES = 256
 """Limit on the rules of a grammar: that many take llguidance a second at most."""
 
 MAX_SHORTEST = 2048
 """Limit on the tokens of an ending of the empty output."""
+
+MAX_REPEATED = 1 << 14
+"""Where a text is repeated more often, tokens are not forced: llguidance follows the only text without a limit."""
 
 _STACK_BYTES = 512 << 20
 """Virtual memory: a chain of references that fills a grammar of the largest size takes some tens of MB of it."""
@@ -169,6 +174,8 @@ class Vocabulary:
 def _source(grammar: Grammar) -> str:
     """Returns a grammar in llguidance's own form."""
     text = grammar.text
+    if _repeats_much(text) and (only := expression(grammar)):
+        return LLMatcher.grammar_from_lark(f"{NOT_FORCING}\nstart: {only}")
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -183,10 +190,18 @@ def _source(grammar: Grammar) -> str:
                 raise GrammarError("the grammar is nested too deeply") from None
             except Exception as error:
                 raise GrammarError(f"the grammar can't be read: {describe(str(error))}") from None
-            rules = sum(not line.lstrip().startswith(("|", "//")) for line in lark.splitlines() if line.strip())
+            rules = sum(not line.lstrip().startswith(("|", "//", "%")) for line in lark.splitlines() if line.strip())
             if rules > MAX_RULES:
                 raise GrammarError(f"the grammar has {rules} rules; at most {MAX_RULES} are allowed")
+            if not lark.startswith(FORCING) or _repeats_much(text):
+                lark = f"{NOT_FORCING}\n{re.sub(r'^ *%llguidance.*', '', lark)}"
             return LLMatcher.grammar_from_lark(lark)
+
+
+def _repeats_much(text: str) -> bool:
+    """True if a regular expression, perhaps in a JSON document, may repeat a text more than MAX_REPEATED times."""
+    parts = (re.findall(r"\{(\d+)", part) for part in re.split(r'["\n]', text))
+    return any(math.prod(map(int, counts)) > MAX_REPEATED for counts in parts)
 
 
 def _limits() -> LLParserLimits:

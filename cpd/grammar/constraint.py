@@ -3,15 +3,16 @@
 **Forced tokens.** Where the grammar leaves only one text, such as the rest of a property's name, its tokens are known.
 They are those of the tokenizer, up to the last one that could also be the start of a longer token.
 
-**Endings.** An output should end before its limit on tokens cuts it. So while tokens are left, the constraint looks
-from time to time for an ending (`cpd/grammar/ending.py`), the more often the fewer can be spared. A sampled token after
-which no ending is found that fits is replaced by the first token of the ending before it. Once the ending needs all
-that is left, its tokens are forced.
+**Endings.** An output should end before its limit on tokens cuts it. So the constraint looks from time to time for an
+ending (`cpd/grammar/ending.py`): the more often the fewer tokens can be spared, and when something begins that may need
+many. A sampled token after which no ending is found that fits is replaced by the first token of the ending before it.
+Once the ending needs all that is left, its tokens are forced.
 
 What is forced or replaced follows from the tokens of the output so far and its limit, and from nothing else. So the
 state is the same whether the tokens were sampled here, or are accepted again where the output goes on.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _NO_LIMIT = 1 << 62
 
 _PART = 8
 """An ending is looked for again when this part of the tokens that the last one left over are used."""
+
+_NEAR = 512
+"""With so few left over, it is looked for after every token with which a list or an object may begin, too."""
 
 
 def mask_of(tokens: Iterable[int], vocab_size: int) -> Mask:
@@ -84,7 +88,8 @@ class TokenConstraint:
         self._tokens = tokens
         self._left = _NO_LIMIT  # tokens that may still come
         self._check_at = -1  # so few are left when the next ending is looked for
-        self._forced = self._only_way()
+        self._near = -1  # so few are left when it is looked for at the start of lists and objects
+        self._forced = deque(self._only_way())
 
     @property
     def may_end(self) -> bool:
@@ -92,9 +97,9 @@ class TokenConstraint:
         return not self.error and bool(self._matcher.is_accepting())
 
     @property
-    def forced(self) -> Sequence[int]:
+    def forced(self) -> list[int]:
         """The tokens that must come next, as far as they are known."""
-        return self._forced
+        return list(self._forced)
 
     def mask(self, *, may_end: bool = True) -> Mask:
         """Computes which tokens may come next. Sets `error` if there are none.
@@ -106,7 +111,7 @@ class TokenConstraint:
             [W]. All bits are set if there is an error; then the next token is of no use.
         """
         if self._forced and not self.error:
-            return mask_of(self._forced[:1], 32 * len(self._tokens.text))
+            return mask_of([self._forced[0]], 32 * len(self._tokens.text))
         if not self.error:
             words = np.zeros(self._tokens.num_words, np.int32)
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -145,7 +150,7 @@ class TokenConstraint:
 
     def replacement(self) -> int | None:
         """Returns the token that would take the place of a sampled one; None if none would."""
-        if self.error or self._forced or self._left - 1 > self._check_at:
+        if self.error or self._forced or self._left > max(self._check_at, self._near, 0):
             return None
         ending = self._ending(self._matcher, self._left)
         return ending[0] if ending else None
@@ -157,7 +162,7 @@ class TokenConstraint:
             left: Most tokens of the output, if none has come yet.
         """
         other = copy(self)
-        other._matcher, other._forced = self._matcher.deep_copy(), list(self._forced)
+        other._matcher, other._forced = self._matcher.deep_copy(), self._forced.copy()
         if left is not None:
             other._left = left
             other._plan_check(self._tokens.shortest)
@@ -167,26 +172,35 @@ class TokenConstraint:
         """Goes on to a token, or, if it is replaceable, to the one in its place. Returns it; None with an error."""
         if self.error:
             return None
-        is_forced = self._forced[:1] == [token_id]
-        is_due = not is_forced and self._left - 1 <= self._check_at
+        is_forced = bool(self._forced) and self._forced[0] == token_id
+        self._left -= 1
+        is_due = not is_forced and self._is_due(token_id)
         before = self._matcher.deep_copy() if is_due and replaceable else None
         if not self._take(self._matcher, token_id):
             self.error = f"the grammar does not allow token {token_id} here{self._reason()}"
             return None
-        self._left -= 1
-        self._forced = self._forced[1:] if is_forced else []
+        if is_forced:
+            self._forced.popleft()
+        else:
+            self._forced.clear()
         if is_due and not self._is_end(token_id):
             ending = self._ending(self._matcher, self._left)
             if ending is None and before is not None and (instead := self._ending(before, self._left + 1)):
                 token_id, self._matcher = instead[0], before
                 self._take(before, token_id)
-                ending = None if self._is_end(token_id) else self._ending(before, self._left)  # as for a replay
-            if ending and len(ending) == self._left:
-                self._forced = ending
-            self._plan_check(len(ending) if ending else None)
+                is_due = self._is_due(token_id)  # what follows must be the same in a replay
+                ending = self._ending(before, self._left) if is_due else None
+            if is_due and not self._is_end(token_id):
+                if ending and len(ending) == self._left:
+                    self._forced.extend(ending)
+                self._plan_check(len(ending) if ending else None)
         if not (self._forced or self._is_end(token_id)):
-            self._forced = self._only_way()
+            self._forced.extend(self._only_way())
         return token_id
+
+    def _is_due(self, token_id: int) -> bool:
+        """True if an ending is looked for after a token that leaves `_left`."""
+        return self._left < self._check_at or (self._left < self._near and self._tokens.endings.opens(token_id))
 
     def _take(self, matcher: LLMatcher, token_id: int) -> bool:
         """Moves a matcher on. Returns False if its grammar does not allow the token."""
@@ -195,9 +209,10 @@ class TokenConstraint:
     def _plan_check(self, length: int | None) -> None:
         """Decides when to look for an ending next, after one of `length` tokens was found, or none."""
         if length is None or length > self._left:
-            self._check_at = self._left // 2
+            self._check_at, self._near = self._left // 2, -1
         else:
-            self._check_at = self._left - max(1, (self._left - length) // _PART)
+            self._check_at = self._left - (self._left - length) // _PART
+            self._near = length + _NEAR
 
     def _ending(self, matcher: LLMatcher, left: int) -> list[int] | None:
         """Returns an ending of at most `left` tokens; None if none was found."""

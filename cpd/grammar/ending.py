@@ -5,6 +5,7 @@ it, end: strings are closed first, then lists and objects, and values get as few
 that is found is valid. There may be a shorter one, and where none is found there may be one.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 MAX_TRIES = 4096
 """Limit on the tokens that are tried in a search: that many take some ms."""
+
+MAX_CPU_S = 0.1
+"""A search that takes longer is given up. Only grammars that are made for that take so long."""
 
 _DIGITS, _LETTERS = "0123456789", "nabcdefghijklmopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MARKS = "@-./+_#=;&?!%*()<>|^'`~$"
@@ -39,6 +43,7 @@ class Endings:
             found = (tokenizer.greedy_tokenize(character) for character in characters)
             return [ids[0] for ids in found if len(ids) == 1]
 
+        self._tokenizer = tokenizer
         self.quote = tokens('"')
         self.any_text = tokens("~ ")
         self.closing = tokens('"<\n' + _MARKS)
@@ -60,6 +65,11 @@ class Endings:
         """
         return _Search(self, matcher.deep_copy(), markers).run(most)
 
+    def opens(self, token_id: int) -> bool:
+        """True if a list or an object may begin with a token: much may have to follow it."""
+        text = self._tokenizer.decode_bytes([token_id])
+        return b"{" in text or b"[" in text
+
 
 class _Search:
     """A search for an ending: a single way, without turning back."""
@@ -74,10 +84,11 @@ class _Search:
     def run(self, most: int) -> list[int] | None:
         """Returns the tokens that lead to the end, at most `most`; None if they are more, or there is no way."""
         tokens: list[int] = []
+        until_s = time.thread_time() + MAX_CPU_S
         while not self._matcher.is_accepting():
             more = self._matcher.compute_ff_tokens() or self._choose()
             tokens += more
-            too_many = len(tokens) > most or self._tries > MAX_TRIES
+            too_many = len(tokens) > most or self._tries > MAX_TRIES or time.thread_time() > until_s
             if not more or too_many or not self._matcher.consume_tokens(more):
                 return None
         return tokens
@@ -125,4 +136,4 @@ class _Search:
 
     def _any(self) -> list[int]:
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return np.flatnonzero(bits)[:1].tolist()
+        return [int(token) for token in np.flatnonzero(bits)[:1]]

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cpd.grammar import grammar as grammars
-from cpd.grammar.compiler import CompiledGrammar, Vocabulary
+from cpd.grammar.compiler import CompiledGrammar, Vocabulary, check
 from cpd.grammar.constraint import TokenConstraint
 from cpd.grammar.grammar import Grammar
 
@@ -157,12 +157,13 @@ def test_an_output_that_is_complete_ends_at_once(vocabulary: Vocabulary) -> None
     assert grammar.constraint([OTHER_STOP]).advance(TOKENIZER.encode("n").ids[0], 100)[-1] == OTHER_STOP
 
 
-def test_tokens_that_end_an_output_are_not_forced_within_it(vocabulary: Vocabulary) -> None:
+def test_a_token_that_ends_outputs_is_not_forced_within_one(vocabulary: Vocabulary) -> None:
     sentence = "hello world, this is the only way"
     within = TOKENIZER.encode("a" + sentence).ids[3]
     constraint = vocabulary.compile(grammars.regex(f"a{sentence}!?")).constraint([EOS, within])
     assert within not in constraint.advance(TOKENIZER.encode("a").ids[0], 100)
-    assert within not in allowed(constraint)
+    constraint.mask()
+    assert "no token to go on" in constraint.error
 
 
 def test_another_split_into_tokens_is_accepted_where_one_is_forced(vocabulary: Vocabulary) -> None:
@@ -172,6 +173,24 @@ def test_another_split_into_tokens_is_accepted_where_one_is_forced(vocabulary: V
     assert constraint.forced[0] != (letter := TOKENIZER.encode("h").ids[0])
     assert constraint.accept(letter)
     assert text_of([letter, *constraint.forced]).startswith("hello")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.ebnf("start: A B\nA: /a+/\nB: /a+/"),
+        grammars.ebnf('%llguidance {"no_forcing": false}\nstart: "a" start'),
+        grammars.ebnf('root ::= "b" root | "a"'),
+        grammars.regex("(((a{99}){99}){99})b?"),
+        grammars.json_schema({"type": "string", "pattern": "^(((a{99}){99}){99})b?$"}),
+    ],
+)
+def test_a_text_without_end_is_not_forced(vocabulary: Vocabulary, grammar: Grammar) -> None:
+    """llguidance would follow it for ever."""
+    check(grammar)
+    constraint = vocabulary.compile(grammar).constraint([EOS]).fork(100)
+    assert len(output(constraint, 1, 20)) < 100
+    assert len(constraint.forced) < 2
 
 
 # ---- endings ----

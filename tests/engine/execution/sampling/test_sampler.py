@@ -308,12 +308,16 @@ def test_tokens_can_be_read_after_copying_to_the_host() -> None:
 class Only:
     """A constraint that allows some tokens."""
 
-    def __init__(self, *tokens: int, at_the_end: int | None = None) -> None:
+    def __init__(self, *tokens: int, at_the_end: int | None = None, instead: int | None = None) -> None:
         self._tokens = tokens
+        self._instead = instead
         self._at_the_end = () if at_the_end is None else (at_the_end,)
 
     def mask(self, *, may_end: bool = True) -> npt.NDArray[np.int32]:
         return mask_of([*self._tokens, *(self._at_the_end if may_end else ())], VOCAB)
+
+    def replacement(self) -> int | None:
+        return self._instead
 
 
 def constrained(only: Any, **params: Any) -> SampleRow:
@@ -358,3 +362,15 @@ class TestGrammars:
         assert sampled.logprobs is not None
         assert sampled.logprobs.logprob == pytest.approx(float(own[11]), abs=1e-5)
         assert [token for token, _ in sampled.logprobs.top] == own.topk(2).indices.tolist()
+        assert sampled.replacement is None
+
+    def test_a_token_that_may_take_the_place_of_another_has_its_own_logprob(self) -> None:
+        logits = logits_of(4, rows=3)
+        rows = [constrained(Only(11, instead=9), top_logprobs=2), row(1), row(2, top_logprobs=1)]
+        first, _, last = Sampler(VOCAB).sample(logits.clone(), rows)
+        assert first.logprobs is not None
+        assert first.replacement is not None
+        assert first.token_id == 11
+        assert first.replacement.logprob == pytest.approx(float(torch.log_softmax(logits[0], dim=-1)[9]), abs=1e-5)
+        assert first.replacement.top == first.logprobs.top
+        assert last.replacement is None
