@@ -103,7 +103,8 @@ class Scheduler:
         These have one token to compute, or a few, if a grammar forced some. Notes the other running sequences in
         `_prefilling`, for the next `schedule_prefills`.
         """
-        step = Plan()
+        decodes: list[Chunk] = []
+        forced: list[Chunk] = []
         prefilling: list[Sequence] = []
         running = SequenceState.RUNNING
         room = self._max_tokens - len(self.running)  # for tokens that grammars forced
@@ -115,14 +116,14 @@ class Scheduler:
                 continue
             count = known - computed
             if count == 1:
-                step.decodes.append(Chunk(seq, computed, 1, 1, seq.choices))
+                decodes.append(Chunk(seq, computed, 1, 1, seq.choices))
             elif _decodes(seq) and count - 1 <= room:
-                step.prefills.append(Chunk(seq, computed, count, 1, seq.choices))
+                forced.append(Chunk(seq, computed, count, 1, seq.choices))
                 room -= count - 1
             else:
                 prefilling.append(seq)
         self._prefilling = prefilling
-        return step
+        return Plan(decodes, forced)
 
     def wants_prefill(self, now: float = 0.0) -> bool:
         """True if `schedule_prefills` may find something to do."""

@@ -26,6 +26,15 @@ SCHEMA: dict[str, Any] = {
 }
 PROMPTS = [[20 + (7 * i + place) % 400 for place in range(length)] for i, length in enumerate((10, 100) * 8)]
 TRIES = 8
+BOMBS: list[dict[str, Any]] = [
+    {"guided_json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]}},
+    {"guided_json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"}},
+    {"guided_json": {"type": "string", "pattern": "^(((a{99}){99}){99})b?$"}},
+    {"guided_regex": "(.*a){25}"},
+    {"guided_regex": "([a-z]{1,50}[0-9]?){1,60}Z"},
+    {"guided_grammar": "start: A B\nA: /a+/\nB: /a+/"},
+]
+"""Grammars that are made to take long; the last one has one text that never ends."""
 
 
 def asked(seed: int, max_tokens: int = 300) -> dict[str, Any]:
@@ -102,3 +111,18 @@ async def _disturbed(cluster: Cluster, prompt: list[int], fields: dict[str, Any]
         answer = await stream
     await asyncio.to_thread(cluster.wait_until_healthy)
     return answer
+
+
+async def test_grammars_that_are_made_to_take_long_stop_no_stream(cluster: Cluster) -> None:
+    fields = {"max_tokens": 200, "temperature": 1, "seed": 5}
+    async with client(cluster.url) as http:
+        alone = [await complete(http, prompt, **fields) for prompt in PROMPTS[:4]]
+        streams = [asyncio.create_task(complete(http, prompt, stream=True, **fields)) for prompt in PROMPTS[:4]]
+        for bomb in BOMBS:
+            body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 50, "seed": 1, **bomb}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code in (200, 400), answer.text
+            if answer.status_code == 400:
+                assert answer.json()["error"]["param"] in bomb
+        assert [(await stream).token_ids for stream in streams] == [answer.token_ids for answer in alone]
+        assert (await complete(http, PROMPTS[0], **asked(1))).finish == "stop"
