@@ -61,6 +61,13 @@ def tenant_of(request: Request) -> Tenant:
     return tenant
 
 
+def credentials_of(request: Request) -> bytes:
+    """What the caller of any route that needs a key proves itself with, as an `Authorization` header."""
+    credentials = request.scope["state"]["credentials"]
+    assert isinstance(credentials, bytes)
+    return credentials
+
+
 def json_response(content: object) -> Response:
     """A response with a JSON document."""
     return Response(orjson.dumps(content), media_type="application/json")

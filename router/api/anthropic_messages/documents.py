@@ -32,7 +32,7 @@ class ToolUseContent(TypedDict):
 ContentBlock = TextContent | ThinkingContent | ToolUseContent
 
 
-class OutputTokensDetails(TypedDict):
+class ThinkingTokensDetails(TypedDict):
     """`thinking_tokens` counts the tokens with text of their own, up to the end of the reasoning."""
 
     thinking_tokens: int
@@ -45,7 +45,7 @@ class MessageUsage(TypedDict):
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ThinkingTokensDetails
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

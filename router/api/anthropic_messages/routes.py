@@ -19,6 +19,9 @@ from router.api.translation import named
 
 COUNT_PATH = "/v1/messages/count_tokens"
 
+MESSAGES_TYPES = (MessagesRequest, CountTokensRequest, MessagesErrorResponse, *EVENTS)
+"""The types that the routes refer to."""
+
 
 def add_messages(app: FastAPI, intake: Intake) -> dict[str, Endpoint]:
     """Adds the routes. Returns the endpoints that read a body, by path."""
@@ -26,7 +29,7 @@ def add_messages(app: FastAPI, intake: Intake) -> dict[str, Endpoint]:
     @app.post(
         "/v1/messages",
         **generates(
-            MessagesRequest, MessageDocument, *EVENTS, ends="with `message_stop`", error=MessagesErrorResponse
+            MessagesRequest, MessageDocument, *EVENTS, ends="`message_stop`", error=MessagesErrorResponse
         ),
     )
     async def create_message(request: Request) -> Response:

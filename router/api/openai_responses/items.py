@@ -13,7 +13,7 @@ Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Fie
 ItemId = Annotated[str | None, Field(description=_IGNORED)]
 
 
-class InputText(StrictModel):
+class InputTextPart(StrictModel):
     """Text for the model."""
 
     type: Literal["input_text"] = Field(description="Kind of the part.")
@@ -23,7 +23,7 @@ class InputText(StrictModel):
     )
 
 
-class OutputText(StrictModel):
+class OutputTextPart(StrictModel):
     """Text that the model wrote."""
 
     type: Literal["output_text"] = Field(description="Kind of the part.")
@@ -32,7 +32,7 @@ class OutputText(StrictModel):
     logprobs: list[Any] = Field(default_factory=list, description=_IGNORED)
 
 
-class Refusal(StrictModel):
+class RefusalPart(StrictModel):
     """Text with which another model refused."""
 
     type: Literal["refusal"] = Field(description="Kind of the part.")
@@ -40,9 +40,9 @@ class Refusal(StrictModel):
 
 
 Part = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[Refusal, Tag("<refusal>")]
+    Annotated[InputTextPart, Tag("<input_text>")]
+    | Annotated[OutputTextPart, Tag("<output_text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[Any, Refused("parts"), Tag(OTHER)],
     by_type("input_text", "output_text", "refusal"),
 ]
@@ -86,14 +86,14 @@ class FunctionCallOutputItem(StrictModel):
     status: Status = None
 
 
-class SummaryText(StrictModel):
+class SummaryTextPart(StrictModel):
     """A summary of reasoning."""
 
     type: Literal["summary_text"] = Field(description="Kind of the part.")
     text: str = Field(description="The text.")
 
 
-class ReasoningText(StrictModel):
+class ReasoningTextPart(StrictModel):
     """Reasoning."""
 
     type: Literal["reasoning_text"] = Field(description="Kind of the part.")
@@ -104,8 +104,8 @@ class ReasoningItem(StrictModel):
     """What the model thought before its answer."""
 
     type: Literal["reasoning"] = Field(description="Kind of the item.")
-    content: list[ReasoningText] = Field(default_factory=list, description="The reasoning.")
-    summary: list[SummaryText] = Field(default_factory=list, description="Used if there is no `content`.")
+    content: list[ReasoningTextPart] = Field(default_factory=list, description="The reasoning.")
+    summary: list[SummaryTextPart] = Field(default_factory=list, description="Used if there is no `content`.")
     id: ItemId = None
     status: Status = None
 
@@ -122,11 +122,11 @@ Item = Annotated[
 AnyItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 
 
-def chat_content(text: str | list[InputText | OutputText | Refusal]) -> str | list[dict[str, str]]:
+def chat_content(text: str | list[InputTextPart | OutputTextPart | RefusalPart]) -> str | list[dict[str, str]]:
     """Returns the content of a message of the chat."""
     if isinstance(text, str):
         return text
-    parts = [part.refusal if isinstance(part, Refusal) else part.text for part in text]
+    parts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in text]
     if len(parts) > 1:
         return [{"type": "text", "text": part} for part in parts]
     return "".join(parts)

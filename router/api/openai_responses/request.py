@@ -33,7 +33,7 @@ Tool = Annotated[
 ]
 
 
-class ChosenFunction(StrictModel):
+class ChosenFunctionTool(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"] = Field(description="Kind of the tool.")
@@ -50,7 +50,7 @@ def _choice_form(value: Any) -> str:
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
-    | Annotated[ChosenFunction, Tag("<function>")]
+    | Annotated[ChosenFunctionTool, Tag("<function>")]
     | Annotated[Any, Refused("tool choices"), Tag(OTHER)],
     Discriminator(_choice_form),
 ]

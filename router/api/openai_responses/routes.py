@@ -22,6 +22,9 @@ from router.api.parse import parse_body
 from router.api.translation import named
 from router.errors import invalid
 
+RESPONSES_TYPES = (ResponsesRequest, *EVENTS)
+"""The types that the routes refer to."""
+
 _ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[Item])
 
 
@@ -32,7 +35,7 @@ def add_responses(app: FastAPI, intake: Intake, store: ResponseStore | None) -> 
         store: None if responses are not stored.
     """
 
-    @app.post("/v1/responses", **generates(ResponsesRequest, ResponseDocument, *EVENTS, ends="with the response"))
+    @app.post("/v1/responses", **generates(ResponsesRequest, ResponseDocument, *EVENTS, ends="the whole response"))
     async def create_response(request: Request) -> Response:
         """Generates the next items of a conversation."""
         caller = caller_of(request)

@@ -11,7 +11,7 @@ from router.api.openai_responses.items import (
     ReasoningItem,
     chat_content,
 )
-from router.api.openai_responses.request import ChosenFunction, FunctionTool, ResponsesRequest, SchemaFormat
+from router.api.openai_responses.request import ChosenFunctionTool, FunctionTool, ResponsesRequest, SchemaFormat
 from router.api.schemas import chat_request
 from router.api.translation import Messages, Translation, named
 
@@ -74,7 +74,7 @@ def _fields(request: ResponsesRequest) -> dict[str, Any]:
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
     }
     choice, form = request.tool_choice, request.text.format if request.text is not None else None
-    if isinstance(choice, ChosenFunction):
+    if isinstance(choice, ChosenFunctionTool):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         fields["tool_choice"] = choice
