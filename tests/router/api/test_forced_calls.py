@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from cpd.grammar.compiler import Vocabulary
 from cpd.grammar.grammar import Grammar, GrammarKind
 from cpd.rpc import cpd_pb2 as pb
-from tests.router.api.test_tools import MARKERS, MODEL, QUESTION
+from tests.router.api.conftest import MARKERS, MODEL
+from tests.router.api.test_tools import QUESTION
 from tests.router.conftest import Router, StartRouter, StartWorker
 from tests.router.fake_worker import Answer, FakeWorker, outputs
 from tests.router.text.test_template import TEMPLATES
