@@ -26,7 +26,7 @@ _STOP_S = 3.0
 class EmbeddedRedis:
     """A Redis server that ends with this process.
 
-    It holds leases, which their owners renew, and responses that clients asked to store. A restart loses only the latter.
+    It holds leases, which their owners renew, and responses that clients can continue. A restart loses only these.
 
     Args:
         socket: Its Unix socket, in a private directory.

@@ -294,15 +294,15 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
     )
     allowed_origins: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
-        description="Sites whose web pages may use the API in a browser (CORS), such as https://app.example, separated by "
-        "commas; * allows any. Default: none.",
+        description="Sites whose web pages may use the API in a browser (CORS), such as https://app.example, separated "
+        "by commas; * allows any. Default: none.",
     )
     store_responses: float = Field(
         0.0,
         ge=0,
         le=MAX_STORED_S,
-        description="Keep the responses of the Responses API in Redis for this many seconds, so that clients can continue "
-        "them (previous_response_id); 0: not at all.",
+        description="Keep the responses of the Responses API in Redis for this many seconds, so that clients can "
+        "continue them (previous_response_id); 0: not at all.",
     )
     max_connections_per_client: int = Field(
         1024,
@@ -404,7 +404,9 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
     def _check_origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
-                raise PydanticCustomError("origin", "not a scheme and host such as https://app.example, without path, or *")
+                raise PydanticCustomError(
+                    "origin", "not a scheme and host such as https://app.example, without path, or *"
+                )
         return origins
 
 

@@ -172,7 +172,9 @@ def _add_api(app: FastAPI, models: Models, responses: ResponseStore | None) -> d
     @app.get("/v1/models", responses=returns(ModelList, 401, 421))
     async def list_models(request: Request) -> Response:
         """Lists the models that this server has, and that the API key may use."""
-        return json_response({"object": "list", "data": [model_card(one) for one in models.allowed(tenant_of(request))]})
+        return json_response(
+            {"object": "list", "data": [model_card(one) for one in models.allowed(tenant_of(request))]}
+        )
 
     @app.get("/v1/models/{name:path}", responses=returns(ModelCard, 401, 404, 421))
     async def get_model(request: Request, name: str) -> Response:
@@ -283,4 +285,3 @@ def _add_operations(
         """Shows where a recent request of the caller went, by its `x-request-id`."""
         tenant = tenant_of(request).name
         return json_response(await overview.placements(tenant, credentials_of(request), request_id))
-

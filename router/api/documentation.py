@@ -3,7 +3,7 @@
 The endpoints with a body parse their bodies themselves, so FastAPI does not know their types.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,8 +13,8 @@ from router.api.responses import ChatCompletionChunk, TextCompletionChunk
 from router.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.errors import ErrorResponse
 
-DESCRIPTION = """An API compatible with OpenAI's and, for messages, with Anthropic's. A field that would change the result is never
-ignored: it is honoured, or refused by name. A field that is `null` counts as left out."""
+DESCRIPTION = """An API compatible with OpenAI's and, for messages, with Anthropic's. A field that would change the
+result is never ignored: it is honoured, or refused by name. A field that is `null` counts as left out."""
 
 NO_KEY: dict[str, Any] = {"security": []}
 """For routes that need no API key."""

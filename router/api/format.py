@@ -24,7 +24,7 @@ class Format(ABC):
 
     PARSES: ClassVar[bool] = False
 
-    def count_with(self, usage: Callable[[], Usage]) -> None:
+    def count_with(self, usage: Callable[[], Usage]) -> None:  # noqa: B027 - most have not
         """Every event of new text tells the `usage` so far, in APIs that have that."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Format(ABC):
     def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
         """The response in one piece."""
 
-    async def written(self) -> None:
+    async def written(self) -> None:  # noqa: B027 - most do nothing then
         """Called when all of a response is written, before its end is sent."""
 
 

@@ -26,9 +26,7 @@ class ParsedChatFormat(ChatFormat):
 
     PARSES = True
 
-    def __init__(
-        self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes, parsing: Parsing
-    ) -> None:
+    def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes, parsing: Parsing) -> None:
         super().__init__(request, vocabulary, fingerprint)
         self._finish_with_calls = parsing.finish_with_calls
         self._new_parser = parsing.new_parser

@@ -195,12 +195,7 @@ class CompletionResponse(Response):
             updated, self._updated = self._updated, {}
             chunks = [chunk for choice in updated.values() for chunk in self._chunks(choice)]
             over = self._over
-        if self.error is None:
-            chunks.append(self._format.closing(self._usage()))
-            if not self.gone:
-                await self._format.written()
-        else:
-            chunks.append(self._format.failure(self.error))
+        chunks.append(await self._closing())
         await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
 
     def _opening(self, choice: Choice) -> bytes:
@@ -215,6 +210,14 @@ class CompletionResponse(Response):
             delta = choice.take()
         if choice.finish is not None:
             yield self._format.final(choice, delta)
+
+    async def _closing(self) -> bytes:
+        if self.error is not None:
+            return self._format.failure(self.error)
+        closing = self._format.closing(self._usage())
+        if not self.gone:
+            await self._format.written()
+        return closing
 
     def _usage(self) -> Usage:
         prompt_tokens = sum(len(request.tokens) for request in self.requests) // TOKEN_BYTES

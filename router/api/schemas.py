@@ -136,9 +136,7 @@ class GenerateRequest(Body):
         description="Extension, as in vLLM: tokens that end an output, besides the model's own.",
     )
     max_tokens: Count | None = Field(None, description="Limit on the tokens of an output.")
-    temperature: Temperature = Field(
-        1.0, description="Randomness of sampling; 0 always takes the likeliest token."
-    )
+    temperature: Temperature = Field(1.0, description="Randomness of sampling; 0 always takes the likeliest token.")
     top_p: Probability = Field(1.0, description="Sample from the likeliest tokens with this total probability.")
     presence_penalty: Penalty = Field(0.0, description="Subtracted from the logits of tokens in the output so far.")
     frequency_penalty: Penalty = Field(
@@ -420,5 +418,3 @@ def _check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
         if not isinstance(value, bool | int | float | str):
             path = f"chat_template_kwargs.{name[:40]}"
             raise invalid(path, f"'{path}' must be a boolean, a number or a string.", code="invalid_type")
-
-

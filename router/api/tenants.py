@@ -201,7 +201,9 @@ class Keys:
             return self._everyone
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
-            raise _unauthorized("No API key was sent. Send it in the header 'Authorization: Bearer <key>' or 'x-api-key'.")
+            raise _unauthorized(
+                "No API key was sent. Send it in the header 'Authorization: Bearer <key>' or 'x-api-key'."
+            )
         sent = blake2b(key.strip()).digest()
         # all keys are compared in constant time, so that the time reveals nothing about them
         matches = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, sent)]

@@ -34,7 +34,13 @@ def test_generated_requests_are_answered_as_declared(tmp_path: Path, keys: list[
         store_responses=60.0,
     ) as cluster:
         document = httpx.get(f"{cluster.url}/openapi.json").json()
-        for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):  # most requests name the model, so that they go further
+        for name in (
+            "ChatRequest",
+            "CompletionRequest",
+            "ResponsesRequest",
+            "MessagesRequest",
+            "CountTokensRequest",
+        ):  # most requests name the model, so that they go further
             document["components"]["schemas"][name]["properties"]["model"] = {"const": MODEL}
         operations = [operation for path in document["paths"].values() for operation in path.values()]
         for operation in operations:

@@ -115,8 +115,8 @@ class ToolChoice(StrictModel):
     """Which tools the model calls."""
 
     type: Literal["auto", "any", "tool", "none"] = Field(
-        description="`auto` (the default): the model may call tools. `none`: the prompt has no tools. `any`: the output "
-        "is tool calls. `tool`: it is one call of `name`."
+        description="`auto` (the default): the model may call tools. `none`: the prompt has no tools. `any`: the "
+        "output is tool calls. `tool`: it is one call of `name`."
     )
     name: str | None = Field(None, description="With the type `tool`: its name.")
     disable_parallel_tool_use: bool = Field(False, description="Only the first call of an output is returned.")

@@ -28,9 +28,7 @@ def add_messages(app: FastAPI, intake: Intake) -> dict[str, Endpoint]:
 
     @app.post(
         "/v1/messages",
-        **generates(
-            MessagesRequest, MessageDocument, *EVENTS, ends="`message_stop`", error=MessagesErrorResponse
-        ),
+        **generates(MessagesRequest, MessageDocument, *EVENTS, ends="`message_stop`", error=MessagesErrorResponse),
     )
     async def create_message(request: Request) -> Response:
         """Generates the next message of a conversation, as Anthropic's API does."""

@@ -45,8 +45,8 @@ def to_chat(request: CountTokensRequest, defaults: Mapping[str, float]) -> Trans
         _add(messages, f"messages[{index}]", message)
     if request.messages[-1].role == "assistant":
         path = f"messages[{len(request.messages) - 1}].role"
-        message = f"'{path}' can't be 'assistant' in the last message: the model does not continue its own text."
-        raise invalid(path, message, code="unsupported_parameter")
+        reason = f"'{path}' can't be 'assistant' in the last message: the model does not continue its own text."
+        raise invalid(path, reason, code="unsupported_parameter")
     is_off = request.thinking is not None and request.thinking.type == "disabled"
     names = {**_NAMES, "reasoning_effort": "thinking" if is_off else "output_config.effort", **messages.names}
     for index in range(len(request.tools)):

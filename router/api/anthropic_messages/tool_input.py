@@ -11,8 +11,10 @@ _PART = re.compile(r'[^"\\\x00-\x1f]+|.', re.DOTALL)
 
 
 class StrictJson:
-    """Escapes the line breaks in the strings of a JSON text that arrives in pieces. Models write them, and the parsers of
-    tool calls accept them, but no other parser does."""
+    """Escapes the line breaks in the strings of a JSON text that arrives in pieces.
+
+    Models write them, and the parsers of tool calls accept them, but no other parser does.
+    """
 
     def __init__(self) -> None:
         self._in_string = False

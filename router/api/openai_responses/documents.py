@@ -1,6 +1,6 @@
 """Types of what the Responses API sends: the response, its items, and the events of a stream."""
 
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
@@ -181,21 +181,37 @@ class ContentPartEvent(ItemPlace):
 
 
 class TextDeltaEvent(ItemPlace):
-    """New text; `logprobs` is there for the text of an answer."""
+    """New text of an answer."""
 
-    type: Literal["response.output_text.delta", "response.reasoning_text.delta"]
+    type: Literal["response.output_text.delta"]
     content_index: Literal[0]
     delta: str
-    logprobs: NotRequired[list[Any]]
+    logprobs: list[Any]
 
 
 class TextDoneEvent(ItemPlace):
-    """All text of a part."""
+    """All text of an answer."""
 
-    type: Literal["response.output_text.done", "response.reasoning_text.done"]
+    type: Literal["response.output_text.done"]
     content_index: Literal[0]
     text: str
-    logprobs: NotRequired[list[Any]]
+    logprobs: list[Any]
+
+
+class ReasoningDeltaEvent(ItemPlace):
+    """New text of reasoning."""
+
+    type: Literal["response.reasoning_text.delta"]
+    content_index: Literal[0]
+    delta: str
+
+
+class ReasoningDoneEvent(ItemPlace):
+    """All text of reasoning."""
+
+    type: Literal["response.reasoning_text.done"]
+    content_index: Literal[0]
+    text: str
 
 
 class ArgumentsDeltaEvent(ItemPlace):
@@ -214,6 +230,6 @@ class ArgumentsDoneEvent(ItemPlace):
 
 EVENTS = (
     *(ResponseEvent, OutputItemEvent, ContentPartEvent, TextDeltaEvent, TextDoneEvent),
-    *(ArgumentsDeltaEvent, ArgumentsDoneEvent),
+    *(ReasoningDeltaEvent, ReasoningDoneEvent, ArgumentsDeltaEvent, ArgumentsDoneEvent),
 )
 """The types of a stream's events."""

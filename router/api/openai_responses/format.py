@@ -32,6 +32,8 @@ from router.api.openai_responses.documents import (
     OutputMessage,
     OutputReasoning,
     OutputText,
+    ReasoningDeltaEvent,
+    ReasoningDoneEvent,
     ReasoningText,
     ResponseDocument,
     ResponseEvent,
@@ -97,7 +99,7 @@ class ResponsesFormat(EventFormat):
             case Reasoning(text):
                 opening = b"" if self._is_in("reasoning") else self._begin(_reasoning())
                 self._pieces.append(text)
-                thought: TextDeltaEvent = {
+                thought: ReasoningDeltaEvent = {
                     "type": "response.reasoning_text.delta",
                     **self._place(),
                     "content_index": 0,
@@ -174,7 +176,7 @@ class ResponsesFormat(EventFormat):
             written = server_sent(answer) + self._part_event("response.content_part.done", _text_part(text))
         elif item["type"] == "reasoning":
             item["content"] = [_reasoning_part(text)]
-            thought: TextDoneEvent = {
+            thought: ReasoningDoneEvent = {
                 "type": "response.reasoning_text.done",
                 **self._place(),
                 "content_index": 0,

@@ -1,8 +1,8 @@
 """Responses that clients can continue, in Redis: `previous_response_id`.
 
     cpd:<cluster>:responses:<tenant>          sorted set of the ids, by the time at which they were stored
-    cpd:<cluster>:responses:<tenant>:<id>     signature (32 bytes, none without a secret) and JSON: the response, and all
-                                              items of its conversation
+    cpd:<cluster>:responses:<tenant>:<id>     signature (32 bytes, none without a secret) and JSON: the response, and
+                                              all items of its conversation
 
 A response holds its whole conversation, so that it can be continued when earlier ones are gone. Each tenant has a limit
 on their number and bytes; the oldest go first. The signature shows that a router stored it for this tenant, so whoever
@@ -77,7 +77,7 @@ class ResponseStore:
         response_id, ids = response["id"], self._ids(tenant)
         data = orjson.dumps({"response": response, "items": items})
         value = self._signature(tenant, response_id, data) + data
-        arguments = [f"{ids}:", response_id, value, self._ttl_ms, MAX_RESPONSES, MAX_BYTES]
+        arguments: list[str | bytes | int] = [f"{ids}:", response_id, value, self._ttl_ms, MAX_RESPONSES, MAX_BYTES]
         try:
             await self._redis.register_script(_PUT)([ids], arguments)
         except (RedisError, OSError) as error:
@@ -129,7 +129,7 @@ class ResponseStore:
         if not _ID.fullmatch(response_id):
             return None
         try:
-            value = await self._redis.get(f"{self._ids(tenant)}:{response_id}")
+            value = cast("bytes | None", await self._redis.get(f"{self._ids(tenant)}:{response_id}"))
         except (RedisError, OSError):
             raise _unavailable() from None
         if value is None:

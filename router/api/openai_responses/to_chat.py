@@ -25,9 +25,7 @@ _NAMES: Mapping[str, str] = {
 """The names of the chat's fields in the Responses API."""
 
 
-def to_chat(
-    request: ResponsesRequest, earlier: Sequence[AnyItem], defaults: Mapping[str, float]
-) -> Translation:
+def to_chat(request: ResponsesRequest, earlier: Sequence[AnyItem], defaults: Mapping[str, float]) -> Translation:
     """Translates a request.
 
     Args:

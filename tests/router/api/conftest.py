@@ -45,7 +45,7 @@ def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path,
         async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
             for count, output in enumerate(outputs(submit, replies)):
                 if count == fails_after:
-                    yield pb.Refusal(kind=pb.Refusal.KIND_FAILED, reason="out of luck")
+                    yield pb.Refusal(kind=pb.Refusal.KIND_FAILED, message="out of luck")
                     return
                 yield output
 
@@ -54,4 +54,3 @@ def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path,
         return await start_router(worker, model=str(directory), **settings)
 
     return make
-

@@ -130,7 +130,11 @@ MESSAGE_FIELDS: tuple[dict[str, Any], ...] = (
     {"max_tokens": None},
     {"messages": []},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "y"}}]}]},
-    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}]}]},
+    {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}]}
+        ]
+    },
     {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": None}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -179,7 +183,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "/requests/{request_id}": ("get",),
 }
 
-MESSAGE: dict[str, Any] = {"model": "small-model", "max_tokens": 50, "messages": [{"role": "user", "content": "Hello?"}]}
+MESSAGE: dict[str, Any] = {
+    "model": "small-model",
+    "max_tokens": 50,
+    "messages": [{"role": "user", "content": "Hello?"}],
+}
 RESPONSE: dict[str, Any] = {"model": "small-model", "input": "Hello?"}
 
 
@@ -365,7 +373,10 @@ async def test_what_dialects_send_is_as_described(start: Start) -> None:
     tool = {"name": "get_weather", "description": "x"}
     message = MESSAGE | {"tools": [tool | {"input_schema": {"type": "object"}}]}
     response = RESPONSE | {"tools": [tool | {"type": "function"}], "metadata": {"a": "b"}}
-    for path, body, limit in (("/v1/responses", response, "max_output_tokens"), ("/v1/messages", message, "max_tokens")):
+    for path, body, limit in (
+        ("/v1/responses", response, "max_output_tokens"),
+        ("/v1/messages", message, "max_tokens"),
+    ):
         for tokens in (60, 500):
             asked = body | {"model": MODEL, limit: tokens}
             whole = (await router.http.post(path, json=asked)).raise_for_status()
@@ -386,7 +397,9 @@ async def test_what_dialects_send_is_as_described(start: Start) -> None:
         answer = await router.http.request(method, f"/v1/responses/{stored['id']}")
         schema = _response(document, path, "application/json", str(answer.status_code), method)
         assert _fits(document, schema, answer.json(), closed=True), answer.text
-    counted = await router.http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": MESSAGE["messages"]})
+    counted = await router.http.post(
+        "/v1/messages/count_tokens", json={"model": MODEL, "messages": MESSAGE["messages"]}
+    )
     schema = _response(document, "/v1/messages/count_tokens", "application/json")
     assert _fits(document, schema, counted.raise_for_status().json(), closed=True)
 

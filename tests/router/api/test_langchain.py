@@ -37,6 +37,7 @@ def _model(router: Router, *, responses_api: bool) -> ChatOpenAI:
         api_key=SecretStr("none"),
         max_retries=0,
         use_responses_api=responses_api,
+        stream_usage=True,
     )
 
 

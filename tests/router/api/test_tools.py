@@ -21,6 +21,8 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now", "description": "The time"}},
 ]
+
+
 async def _whole_and_streamed(router: Router, **asked: Any) -> tuple[Any, Any]:
     """The first choice of both responses; that of the stream as the client's own helper puts it together."""
     whole = await router.client.chat.completions.create(model=MODEL, messages=QUESTION, **asked)

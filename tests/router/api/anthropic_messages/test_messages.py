@@ -104,7 +104,7 @@ async def test_a_streams_events_come_in_order(start: Start, connect: Connect) ->
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert runs == ["message_start", *block * 3, "message_delta", "message_stop"]
     begun = events[0].message
-    assert (begun.content, begun.stop_reason, begun.usage.output_tokens) == ([], None, begun.usage.output_tokens)
+    assert (begun.content, begun.stop_reason, begun.usage.cache_read_input_tokens) == ([], None, 16)
     starts = [event for event in events if event.type == "content_block_start"]
     assert [event.index for event in starts] == [0, 1, 2]
     assert [event.content_block.type for event in starts] == ["thinking", "text", "tool_use"]
@@ -173,7 +173,7 @@ async def test_a_message_goes_back_with_its_results(start: Start, connect: Conne
     client = await connect(await start("hermes-tools", f"{THINKING}Let me look.\n{CALL}"))
     asked: dict[str, Any] = {"model": MODEL, "tools": TOOLS}
     first = await client.messages.create(**asked, messages=QUESTION, max_tokens=500)
-    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "sunny"}  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "sunny"}
     messages: Any = [*QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
     second = await client.messages.create(**asked, messages=messages, max_tokens=500)
     counted = await client.messages.count_tokens(**asked, messages=messages)

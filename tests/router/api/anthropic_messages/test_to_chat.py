@@ -110,7 +110,7 @@ def test_thinking_is_switched_by_the_templates_own_variables() -> None:
 
 
 def test_fields_that_can_not_change_the_result_are_accepted() -> None:
-    harmless = {
+    harmless: dict[str, Any] = {
         "metadata": {"user_id": "u"},
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},

@@ -1,5 +1,6 @@
 """Inputs of tool calls are JSON that strict parsers take, however the model's text is cut."""
 
+import itertools
 import json
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_valid_json_is_passed_on_as_it_is(value: dict[str, Any], data: st.DataOb
 def test_line_breaks_in_strings_are_escaped(cuts: list[int]) -> None:
     text = '{\n"a\\"": "x\ny\\\\",\t"b": "\t\\n\r"\n}'
     strict, edges = StrictJson(), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    written = "".join(strict.push(text[start:end]) for start, end in zip(edges, edges[1:], strict=False))
+    written = "".join(strict.push(text[start:end]) for start, end in itertools.pairwise(edges))
     assert json.loads(written) == {'a"': "x\ny\\", "b": "\t\n\r"}
     assert json.loads(written) == json.loads(text, strict=False)
 

@@ -50,11 +50,15 @@ async def _both(router: Router, **asked: Any) -> list[Any]:
     return [whole, last]
 
 
-def _content(response: Any) -> list[tuple[str, str]]:
+def _content(response: Any) -> list[tuple[str, Any]]:
     """The kinds and texts of a response's items."""
-    texts = {"message": lambda item: response.output_text, "function_call": lambda item: (item.name, item.arguments)}
-    texts["reasoning"] = lambda item: "".join(part.text for part in item.content)
-    return [(item.type, texts[item.type](item)) for item in response.output]
+    content: list[tuple[str, Any]] = []
+    for item in response.output:
+        if item.type == "function_call":
+            content.append((item.type, (item.name, item.arguments)))
+        else:
+            content.append((item.type, "".join(part.text for part in item.content)))
+    return content
 
 
 async def test_a_text_is_the_output(start: Start) -> None:
@@ -196,7 +200,7 @@ class TestErrors:
         with pytest.raises(openai.BadRequestError, match="maximum context length") as refusal:
             await router.client.responses.create(model=MODEL, input="x", max_output_tokens=100_000)
         assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
-        with pytest.raises(openai.BadRequestError, match="built|not supported") as refusal:
+        with pytest.raises(openai.BadRequestError, match="not supported") as refusal:
             await router.client.responses.create(model=MODEL, input="x", tools=[{"type": "web_search"}])
         assert refusal.value.param == "tools[0]"
 
