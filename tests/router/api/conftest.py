@@ -1,5 +1,6 @@
 """A router whose worker answers known text, for the tests of what outputs become."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,10 +28,11 @@ Start = Callable[..., Awaitable[Router]]
 def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path, tmp_path: Path) -> Start:
     """`await start("template", "text", …)`: a router whose worker answers choice i with the i-th text, then EOS.
 
-    All markers are special tokens of the model. With `fails_after`, the worker fails after so many tokens.
+    All markers are special tokens of the model. With `fails`, the worker fails after three tokens,
+    when that is set.
     """
 
-    async def make(template: str, *texts: str, fails_after: int | None = None, **settings: Any) -> Router:
+    async def make(template: str, *texts: str, fails: asyncio.Event | None = None, **settings: Any) -> Router:
         directory = tmp_path / MODEL
         shutil.copytree(model_dir, directory, dirs_exist_ok=True)
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -44,7 +46,8 @@ def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path,
 
         async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
             for count, output in enumerate(outputs(submit, replies)):
-                if count == fails_after:
+                if count == 3 and fails is not None:
+                    await fails.wait()
                     yield pb.Refusal(kind=pb.Refusal.KIND_FAILED, message="out of luck")
                     return
                 yield output

@@ -85,6 +85,7 @@ async def test_a_tool_can_be_forced(start: Start, responses_api: bool) -> None:
 
 
 @both_apis
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")  # of LangChain's own
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 async def test_answers_are_typed(start: Start, responses_api: bool, method: Any) -> None:
     call = f'<tool_call>\n{{"name": "Trip", "arguments": {JSON}}}\n</tool_call>'
