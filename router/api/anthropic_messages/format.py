@@ -28,7 +28,8 @@ from router.api.anthropic_messages.documents import (
     ThinkingDelta,
 )
 from router.api.anthropic_messages.errors import messages_error
-from router.api.anthropic_messages.tool_input import StrictJson, tool_input
+from router.api.anthropic_messages.strict_json import StrictJson
+from router.api.anthropic_messages.tool_input import tool_input
 from router.api.event_format import EventFormat, server_sent
 from router.api.format import Parsing
 from router.api.responses import Usage

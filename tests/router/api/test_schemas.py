@@ -319,6 +319,12 @@ def test_tools_and_calls_are_honoured() -> None:
     assert _chat(tools=[TOOL], tool_choice="none").offered_tools == ()
 
 
+def test_a_call_with_line_breaks_in_its_strings_may_come_back() -> None:
+    call = CALL | {"function": {"name": "f", "arguments": '{"a": "x\ny"}'}}
+    written = template_message(_chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0])
+    assert written["tool_calls"][0]["function"]["arguments"] == {"a": "x\ny"}
+
+
 def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> None:
     for names in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
         message = {"role": "assistant", "content": None, **dict.fromkeys(names, "I see.")}
@@ -370,6 +376,9 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
             for wrong, code in (
                 ("{", "invalid_value"),
                 ("[1]", "invalid_value"),
+                ('{"a": "x\ny", "b": NaN}', "invalid_value"),
+                ('{"a": "x\ny", "b": "\\ud800"}', "invalid_value"),
+                ('{"a": "x\n' + "[" * 5000, "invalid_value"),
                 ('{"a": "\\u0000"}', "invalid_value"),
                 ({}, "invalid_type"),
             )
