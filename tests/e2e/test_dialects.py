@@ -1,6 +1,5 @@
 """OpenAI's Responses API, Anthropic's client and LangChain, with workers that compute what grammars allow."""
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -28,6 +27,13 @@ class Trip(BaseModel):
     city: Annotated[str, MaxLen(8)]
     days: Annotated[int, Interval(ge=0, le=31)]
     by: Literal["train", "boat"]
+
+
+class Ticket(BaseModel):
+    """A trip without limits on texts and numbers, which Anthropic's client leaves out of the schema."""
+
+    city: Literal["Bern", "Cairo"]
+    days: Literal[1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +100,9 @@ def test_typed_answers_are_valid_in_every_api(
     with client.responses.stream(model=tiny.NAME, input="tell", text_format=Trip) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Trip)
     message = claude.messages.parse(
-        model=tiny.NAME, max_tokens=200, messages=[{"role": "user", "content": "tell"}], output_format=Trip
+        model=tiny.NAME, max_tokens=500, messages=[{"role": "user", "content": "tell"}], output_format=Ticket
     )
-    (block,) = message.content
-    assert block.type == "text"
-    assert json.loads(block.text).keys() == {"city", "days", "by"}
+    assert isinstance(message.parsed_output, Ticket)
     for responses_api in (False, True):
         model = ChatOpenAI(
             model=tiny.NAME,
