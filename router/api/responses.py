@@ -56,7 +56,7 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class CalledFunction(TypedDict):
+class ChatCalledFunction(TypedDict):
     """A function with the text of its arguments, a JSON object."""
 
     name: str
@@ -68,7 +68,7 @@ class ChatToolCall(TypedDict):
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ChatCalledFunction
 
 
 class ChatMessage(TypedDict):

@@ -205,6 +205,11 @@ class OutputParser:
         events = self._reasoning.push(text) if self._reasoning is not None else [Content(text)]
         return self._filtered(self._with_calls(events))
 
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the text so far ends within the reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
     def flush(self, *, cut: bool) -> list[Event]:
         """Returns the rest, after the last text.
 

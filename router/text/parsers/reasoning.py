@@ -64,6 +64,11 @@ class ReasoningParser:
             self._text = ""
         return events
 
+    @property
+    def is_inside(self) -> bool:
+        """True if the text so far ends within the reasoning."""
+        return self._state == "inside"
+
     def flush(self) -> list[Event]:
         """Returns the rest, after the last text."""
         if self._state == "inside":

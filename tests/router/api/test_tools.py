@@ -1,21 +1,18 @@
 """Tools and reasoning, with the official client, a router on a socket and workers that answer known text."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import openai
 import pytest
 
 from cpd.common.settings import ReasoningParserName, ToolCallParserName
-from cpd.rpc import cpd_pb2 as pb
 from router.api.respond import INLINE_TOKENS
 from router.text.parsers.output import TOOL_PARSERS
 from router.text.parsers.reasoning import TAGS
-from tests.router.api.tool_models import MODEL, QUESTION, make_tool_model
-from tests.router.conftest import Router, StartRouter, StartWorker
-from tests.router.fake_worker import Answer, FakeWorker, outputs
+from tests.router.api.conftest import ARGUMENTS, CALL, NOW, Start
+from tests.router.api.tool_models import MODEL, QUESTION
+from tests.router.conftest import Router
 
 TOOLS: Any = [
     {
@@ -24,34 +21,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now", "description": "The time"}},
 ]
-ARGUMENTS = '{"city": "Zürich",  "days": [1, 2]}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-Start = Callable[..., Awaitable[Router]]
-
-
-@pytest.fixture
-def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path, tmp_path: Path) -> Start:
-    """`await start("template", "text", …)`: a router whose worker answers choice i with the i-th text, then EOS.
-
-    All markers are special tokens of the model.
-    """
-
-    async def make(template: str, *texts: str, **settings: Any) -> Router:
-        directory = tmp_path / MODEL
-        tokenizer, end = make_tool_model(model_dir, directory, template)
-        replies = [[*tokenizer.encode(text).ids, end] for text in texts]
-
-        async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
-            for output in outputs(submit, replies):
-                yield output
-
-        worker: FakeWorker = await start_worker(script, hello={"max_model_len": 4096, "num_pages": 1000})
-        return await start_router(worker, model=str(directory), **settings)
-
-    return make
 
 
 async def _whole_and_streamed(router: Router, **asked: Any) -> tuple[Any, Any]:
