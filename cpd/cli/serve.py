@@ -64,6 +64,7 @@ LISTS = ("--allowed-origins",)
 MISSING: Mapping[str, str] = {
     "--chat-template": "the model's own template is used",
     "--enable-lora": "adapters are not supported",
+    "--reasoning-config": "reasoning is known by its tags; thinking_token_budget works without",
     "--quantization": "quantised weights are not supported yet",
     "--speculative-config": "speculative decoding is not supported",
     "--tokenizer": "the checkpoint's own tokenizer is used",

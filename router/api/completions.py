@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
 from cpd.grammar.grammar import Grammar
+from cpd.rpc import cpd_pb2 as pb
 from router.api.chat_messages import Message, Tool, template_message, template_tool
 from router.api.format import ChatForm, Format, Parsing
 from router.api.openai import CompletionFormat, EchoedCompletionFormat
@@ -21,6 +22,7 @@ from router.api.respond import CompletionResponse
 from router.api.responses import ApiFinishReason
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.structured import refusal
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -137,6 +139,8 @@ class CompletionService:
             if grammar is None:  # nor for reasoning
                 unparsed = partial(form, parsing=None)
                 return await self._start(request, [prompt], caller, "messages", unparsed, asked[1])
+        if request.thinking_token_budget is not None and self._may_reason and not output.reasoning:
+            raise unsupported("thinking_token_budget")
         if not (tools or output.reasoning):
             return await self._start(request, [prompt], caller, "messages", partial(form, parsing=None), None)
         names = [tool.function.name for tool in tools]
@@ -145,7 +149,8 @@ class CompletionService:
         finish: ApiFinishReason = "tool_calls" if request.chosen_tool is None else "stop"  # as in vLLM
         parsed = partial(form, parsing=Parsing(new_parser, finish))
         shown = output.markers(tools=bool(tools))
-        return await self._start(request, [prompt], caller, "messages", parsed, grammar, shown)
+        budget = self._thinking_budget(request, end)
+        return await self._start(request, [prompt], caller, "messages", parsed, grammar, shown, budget)
 
     async def chat_prompt(self, request: ChatRequest, caller: Caller) -> tuple[bytes, str]:
         """Returns the prompt of a chat as packed token ids, and the end of its text.
@@ -236,6 +241,27 @@ class CompletionService:
             return kwargs
         raise unsupported("reasoning_effort")
 
+    def _thinking_budget(self, request: ChatRequest, prompt: str) -> pb.ThinkingBudget | None:
+        """Returns the limit on the reasoning of a chat's outputs; None if it has none.
+
+        Args:
+            prompt: The end of the prompt's text.
+
+        Raises:
+            ApiError: The limit can't be kept.
+        """
+        tokens, output = request.thinking_token_budget, self.output_format
+        if tokens is None or not output.may_reason(prompt):
+            return None
+        begin, end = output.reasoning_tokens(prompt, self.text_files.tokenizer.token_id)
+        if end is None:
+            reason = "the reasoning of this model has no tokens of its own around it"
+            raise refusal("thinking_token_budget", reason, code="unsupported_parameter")
+        if self.workers.ready and not self.workers.any_with_grammars:
+            reason = "no worker of this cluster can constrain outputs"
+            raise refusal("thinking_token_budget", reason, code="unsupported_parameter")
+        return pb.ThinkingBudget(tokens=tokens, end_token=end, start_token=begin)
+
     async def _start(
         self,
         request: GenerateRequest,
@@ -245,6 +271,7 @@ class CompletionService:
         form: Callable[[GenerateRequest, Vocabulary, bytes], Format],
         grammar: Grammar | None,
         shown: frozenset[str] = frozenset(),
+        thinking_budget: pb.ThinkingBudget | None = None,
     ) -> CompletionResponse:
         """Starts the requests for the prompts. `shown` are special tokens that have text in the outputs."""
         if not self.workers.ready:
@@ -261,6 +288,7 @@ class CompletionService:
                 vocab_size=model.vocab_size,
                 eos_ids=self.text_files.eos_ids,
                 grammar=grammar,
+                thinking_budget=thinking_budget,
             )
             for prompt in prompts
         ]

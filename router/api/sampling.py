@@ -59,6 +59,7 @@ def sampling_message(
     vocab_size: int,
     eos_ids: Sequence[int],
     grammar: Grammar | None = None,
+    thinking_budget: pb.ThinkingBudget | None = None,
 ) -> pb.Sampling:
     """Returns the request's sampling parameters as the protobuf message that workers get.
 
@@ -67,6 +68,7 @@ def sampling_message(
         max_tokens: Upper bound on the tokens of an output.
         eos_ids: Tokens that end an output, unless the request ignores them.
         grammar: What the output must follow.
+        thinking_budget: Limit on its reasoning.
 
     Raises:
         ApiError: `logit_bias` or `stop_token_ids` has a token id beyond the vocabulary.
@@ -96,4 +98,5 @@ def sampling_message(
         grammar=None
         if grammar is None
         else pb.Grammar(kind=pb.Grammar.Kind.ValueType(grammar.kind.value), text=grammar.text),
+        thinking_budget=thinking_budget,
     )

@@ -234,6 +234,9 @@ class ChatRequest(GenerateRequest):
     reasoning_effort: Effort | None = Field(
         None, description="How much the model thinks, if its chat template knows it; `none`: not at all."
     )
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
+        None, description="Extension, as in vLLM: limit on the tokens of the reasoning. Not every model supports it."
+    )
     chat_template_kwargs: dict[str, Any] = _template_kwargs()
     max_completion_tokens: Count | None = Field(None, description="As `max_tokens`; takes precedence over it.")
     logprobs: bool = Field(False, description="Return log-probabilities of the output's tokens.")

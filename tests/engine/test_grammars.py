@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.model.config import load_config
 from engine.scheduling import lookahead
 from engine.scheduling.plan import Plan
-from engine.types import Finish, Request, SamplingParams
+from engine.types import Finish, Request, SamplingParams, ThinkingBudget
 from tests.checkpoints import load_oracle
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import FakeRunner, Served, assert_all_released, drain, engine_of
@@ -281,3 +281,28 @@ def test_the_step_after_a_constrained_one_is_not_launched_ahead(model: Model) ->
         plan: Plan = engine.scheduler.schedule_decodes()
         assert bool(lookahead.overlapped_decodes(engine.scheduler, plan)) is ahead
         engine.abort(request.id)
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(0, False), (3, False), (100, True)])
+def test_a_step_in_which_reasoning_must_end_is_not_launched_ahead(model: Model, tokens: int, ahead: bool) -> None:
+    engine = model.engine()
+    engine.add(model.request("r", None, thinking_budget=ThinkingBudget(tokens, end_token=7)))
+    for _ in range(3):
+        engine.step()
+    assert bool(lookahead.overlapped_decodes(engine.scheduler, engine.scheduler.schedule_decodes())) is ahead
+    engine.abort("r")
+
+
+def test_reasoning_ends_after_its_budget_in_every_choice_and_after_a_replay(model: Model) -> None:
+    params: dict[str, Any] = {"max_tokens": 40, "thinking_budget": ThinkingBudget(12, end_token=7), "seed": 4}
+    for grammar in (None, grammars.ebnf("start: /[a-z ]*/ <[7]> /[a-z]{3,9}/")):
+        request = model.request("r", grammar, n=3, length=20, **params)
+        served = serve(model.engine(), request)
+        for choice in range(3):
+            assert served.token_ids["r", choice].index(7) == 12
+        whole = served.token_ids["r", 0]
+        for known in (11, 12, 13):
+            token_ids = [*request.token_ids, *whole[:known]]
+            hashes = extend_hashes(request.hash_root, token_ids)
+            replay = replace(request, n=1, token_ids=token_ids, block_hashes=hashes)
+            assert serve(model.engine(), replay).token_ids["r", 0] == whole[known:]

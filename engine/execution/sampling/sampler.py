@@ -3,7 +3,7 @@
 Order of operations:
 
     1. log-probabilities of the model's own distribution
-    2. repetition, presence and frequency penalties, logit bias, masks of `min_tokens` and grammars
+    2. repetition, presence and frequency penalties, logit bias, thinking budgets, masks of `min_tokens` and grammars
     3. temperature
     4. top-k, top-p, min-p, each on what the previous one left, as in vLLM
     5. the token with the largest logit + Gumbel noise: a draw from the softmax (the Gumbel-max trick)
@@ -42,6 +42,9 @@ TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """See `engine.ops.base.Ops.top_k`."""
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
+_CERTAIN = 1e9
+"""Added to a logit, it makes the token certain, unless a grammar masks it."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -252,8 +255,15 @@ def _adjusts(row: SampleRow) -> bool:
         or p.presence_penalty
         or p.frequency_penalty
         or p.logit_bias
+        or _must_end_thinking(row)
         or (p.min_tokens and row.constraint is None and _too_short(row))
     )
+
+
+def _must_end_thinking(row: SampleRow) -> bool:
+    """True if the next token must end the output's reasoning."""
+    budget = row.params.thinking_budget
+    return budget is not None and budget.must_end(row.tokens[row.prompt_len :])
 
 
 def _too_short(row: SampleRow) -> bool:
@@ -262,7 +272,8 @@ def _too_short(row: SampleRow) -> bool:
 
 
 def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Applies penalties, bias and the mask of `min_tokens` in place, touching only the tokens concerned. [R, V]"""
+    """Applies penalties, bias, thinking budgets and the mask of `min_tokens` in place, touching only the tokens
+    concerned. [R, V]"""
     scaled, shifted = _Entries(logits), _Entries(logits)
     for i, row in enumerate(rows):
         p = row.params
@@ -274,6 +285,8 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
             shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
         if p.logit_bias:
             shifted.add(i, list(p.logit_bias), list(p.logit_bias.values()))
+        if p.thinking_budget is not None and _must_end_thinking(row):
+            shifted.add(i, [p.thinking_budget.end_token], [_CERTAIN])
         if _too_short(row) and row.constraint is None:  # a constraint knows where the output can only end
             shifted.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
     flat = logits.view(-1)

@@ -126,7 +126,9 @@ class Thinking(StrictModel):
     """Whether the model thinks before its answer, if its chat template has a switch for it."""
 
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="`adaptive` is the same as `enabled`.")
-    budget_tokens: Count | None = Field(None, description="Accepted and ignored: a target, and never reached.")
+    budget_tokens: Count | None = Field(
+        None, description="Limit on the tokens of the thinking. Not every model supports it."
+    )
     display: Literal["summarized"] | None = Field(None, description="Reasoning is always returned, as it is.")
 
 

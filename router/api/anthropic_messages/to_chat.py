@@ -24,6 +24,7 @@ _NAMES: Mapping[str, str] = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
     "tool_choice.function": "tool_choice",
 }
 """The names of the chat's fields in the Messages API."""
@@ -165,6 +166,8 @@ def _generation(request: MessagesRequest) -> dict[str, Any]:
         "stream": request.stream,
     }
     sampling = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+    if request.thinking is not None:
+        sampling["thinking_token_budget"] = request.thinking.budget_tokens
     return fields | {name: value for name, value in sampling.items() if value is not None}
 
 

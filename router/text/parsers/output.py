@@ -54,6 +54,27 @@ class OutputFormat:
         markers = TAGS[self.reasoning] if self.reasoning else ()
         return frozenset(markers + TOOL_PARSERS[self.tools].MARKERS if tools else markers)
 
+    def may_reason(self, prompt: str) -> bool:
+        """True if an output may have reasoning: a prompt with both tags at its end says that it should not.
+
+        Args:
+            prompt: The end of the prompt's text.
+        """
+        return bool(self.reasoning) and not prompt.rstrip(SPACE).endswith(TAGS[self.reasoning][1])
+
+    def reasoning_tokens(self, prompt: str, token_id: TokenId) -> tuple[int | None, int | None]:
+        """Returns the tokens that begin and end the reasoning of an output.
+
+        There is none that begins it if the prompt did, and none at all where a tag that the model writes is no token.
+
+        Args:
+            prompt: The end of the prompt's text.
+        """
+        begin, end = map(token_id, TAGS[self.reasoning])
+        if self.begins_inside(prompt):
+            return None, end
+        return (None, None) if begin is None else (begin, end)
+
     def begins_inside(self, prompt: str) -> bool:
         """True if an output begins within its reasoning.
 
@@ -140,15 +161,14 @@ class OutputFormat:
     def _before(self, prompt: str, token_id: TokenId) -> tuple[str, list[str]]:
         """Returns what comes before the answer or the calls as an expression, and its rules; empty for nothing.
 
-        That is the rest of the reasoning that the prompt began, or reasoning as the model likes, if tokens mark it. A
-        prompt with both tags says that the model should not reason.
+        That is the rest of the reasoning that the prompt began, or reasoning as the model likes, if tokens mark it.
         """
-        if not self.reasoning:
+        if not self.may_reason(prompt):
             return "", []
         tags = TAGS[self.reasoning]
         if self.begins_inside(prompt):
             return "reasoning", reasoning_rules(tags, token_id)
-        if prompt.rstrip(SPACE).endswith(tags[1]) or None in map(token_id, tags):
+        if None in map(token_id, tags):
             return "", []
         return "reasoning?", reasoning_rules(tags, token_id, opened=False)
 

@@ -103,7 +103,8 @@ def test_the_other_fields_have_their_names_in_a_chat() -> None:
 
 
 def test_thinking_is_switched_by_the_templates_own_variables() -> None:
-    assert _chat(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == {"enable_thinking": True}
+    enabled = _chat(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert (enabled.chat_template_kwargs, enabled.thinking_token_budget) == ({"enable_thinking": True}, 1024)
     assert _chat(thinking={"type": "adaptive"}).chat_template_kwargs == {"enable_thinking": True}
     assert _chat(thinking={"type": "disabled"}).reasoning_effort == "none"
     assert _chat().chat_template_kwargs == {}
