@@ -26,7 +26,7 @@ _STOP_S = 3.0
 class EmbeddedRedis:
     """A Redis server that ends with this process.
 
-    It holds only leases, which their owners renew, so a restart loses nothing for long.
+    It holds leases, which their owners renew, and responses that clients can continue. A restart loses only these.
 
     Args:
         socket: Its Unix socket, in a private directory.

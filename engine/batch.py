@@ -68,7 +68,13 @@ class Batch:
 
 @dataclass(slots=True)
 class Sampled:
-    """A sampled token."""
+    """A sampled token.
+
+    Attributes:
+        logprobs: If the row asked for them.
+        replacement: Those of the token that the row's constraint may put in its place; None if it will not.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    replacement: TokenLogprobs | None = None

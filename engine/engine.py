@@ -97,6 +97,7 @@ class Engine:
             self._cache,
             max_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
+            max_tokens=colocation.max_tokens,
             limit=QueueLimit(
                 lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000, max_wait_s=max_wait_s
             ),

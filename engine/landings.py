@@ -14,7 +14,7 @@ from itertools import count
 
 from cpd.common.blocks import blocks_for
 from engine.kv.block_pool import BlockPool
-from engine.output_processor import OutputProcessor, advanced, constraint_after
+from engine.output_processor import OutputProcessor, advanced
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Output, Request, Reservation
 
@@ -98,7 +98,7 @@ class Landings:
             ValueError: The reservation is not live, or a first token does not follow the request's grammar.
         """
         going_on = {output.choice: output.token_ids for output in first if output.finish is None}
-        constraints = advanced(constraint_after(request), going_on)
+        constraints = advanced(self._outputs.constraint_after(request), going_on)
         if error := next((one.error for one in constraints.values() if one.error), ""):
             raise ValueError(f"a first token does not follow its grammar: {error}")
         pages = self._arrived(reservation)

@@ -12,7 +12,7 @@ import numpy as np
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from cpd.grammar.constraint import TokenConstraint
 from engine.batch import Sampled
-from engine.scheduling.plan import Plan
+from engine.scheduling.plan import MAX_DECODE_TOKENS, Plan
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.types import Computed, Finish, Output, Request, StepOutput, TokenLogprobs
@@ -86,7 +86,7 @@ class OutputProcessor:
         Raises:
             ValueError: The output so far does not follow the request's grammar.
         """
-        constraint = constraint_after(request)
+        constraint = self.constraint_after(request)
         seq = Sequence(
             request=request,
             choices=choices,
@@ -98,6 +98,19 @@ class OutputProcessor:
         )
         self._seqs.setdefault(request.id, []).append(seq)
         return seq
+
+    def constraint_after(self, request: Request) -> TokenConstraint | None:
+        """Returns a request's constraint after the output that was already emitted; None if there is nothing to follow.
+
+        Raises:
+            ValueError: That output does not follow the grammar.
+        """
+        if request.constraint is None:
+            return None
+        constraint = request.constraint.fork(min(request.params.max_tokens, self._max_model_len - request.prompt_len))
+        if not all(map(constraint.accept, request.token_ids[request.prompt_len :])):
+            raise ValueError(f"the output so far does not follow its grammar: {constraint.error}")
+        return constraint
 
     def end_choices(self, request_id: str, choices: Collection[int] | None = None) -> None:
         """Ends these choices (None: all). Choices that the request does not have are ignored."""
@@ -121,11 +134,13 @@ class OutputProcessor:
                 continue
             if seq.first_token_sent and chunk.is_decode:
                 token_ids = [one.token_id for one in accepted]
-                if seq.constraint is not None and not all(map(seq.constraint.accept, token_ids)):
-                    self._fail(seq, seq.constraint.error, step)
-                    continue
+                if seq.constraint is not None:
+                    token_ids = self._followed(seq, seq.constraint, accepted[0])
+                    if seq.constraint.error:
+                        self._fail(seq, seq.constraint.error, step)
+                        continue
                 self._scheduler.append(seq, token_ids)
-                self._scheduler.commit(chunk, len(token_ids))
+                self._scheduler.commit(chunk, len(accepted))
                 with_logprobs = seq.request.params.top_logprobs is not None
                 logprobs = [one.logprobs for one in accepted if one.logprobs] if with_logprobs else []
                 step.outputs.append(self.decoded(seq, token_ids, logprobs))
@@ -134,7 +149,7 @@ class OutputProcessor:
             self.prefill_tokens += chunk.num_tokens
             sampled_by = dict(zip(chunk.choices, accepted, strict=True)) if accepted else {}
             first = {choice: one for choice, one in sampled_by.items() if choice in seq.choices}
-            constraints = advanced(seq.constraint, {choice: [one.token_id] for choice, one in first.items()})
+            token_ids_by, constraints = self._first_tokens(seq, first)
             if error := next((one.error for one in constraints.values() if one.error), ""):
                 self._fail(seq, error, step)
                 continue
@@ -142,7 +157,7 @@ class OutputProcessor:
                 pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
             if accepted:
-                step.outputs += self._prefilled(seq, first, constraints)
+                step.outputs += self._prefilled(seq, first, token_ids_by, constraints)
 
     def decoded(self, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> Output:
         """Makes the output for tokens that a decoding sequence has got, and ends the sequence if the last one says so.
@@ -195,22 +210,53 @@ class OutputProcessor:
             return Finish.LENGTH
         return None
 
+    def _first_tokens(
+        self, seq: Sequence, first: Mapping[int, Sampled]
+    ) -> tuple[dict[int, list[int]], dict[int, TokenConstraint]]:
+        """Returns the first tokens of each choice, and its own constraint after them; none of these without a grammar.
+
+        Args:
+            first: The sampled token of each choice.
+        """
+        if seq.constraint is None:
+            return {choice: [one.token_id] for choice, one in first.items()}, {}
+        constraints = {choice: seq.constraint.fork() if len(first) > 1 else seq.constraint for choice in first}
+        return {choice: self._followed(seq, constraints[choice], one) for choice, one in first.items()}, constraints
+
+    def _followed(self, seq: Sequence, constraint: TokenConstraint, one: Sampled) -> list[int]:
+        """Returns the tokens that a choice gets when a token was sampled: those that its grammar forces come with it.
+
+        If it has log-probabilities, it gets a single token, since the others' are not computed yet. Then the mask
+        forces these. That holds for a prefill, too, whose caller expects a single token.
+        """
+        request, sampled_id = seq.request, one.token_id
+        single = request.prefill_only or request.params.top_logprobs is not None
+        token_ids = constraint.advance(sampled_id, 1 if single else MAX_DECODE_TOKENS)
+        if token_ids and token_ids[0] != sampled_id and one.replacement is not None:
+            one.logprobs = one.replacement
+        return token_ids
+
     def _prefilled(
-        self, seq: Sequence, sampled: Mapping[int, Sampled], constraints: Mapping[int, TokenConstraint]
+        self,
+        seq: Sequence,
+        first: Mapping[int, Sampled],
+        token_ids: Mapping[int, list[int]],
+        constraints: Mapping[int, TokenConstraint],
     ) -> list[Output]:
-        """Makes an output for the first token after a prefill of each choice.
+        """Makes an output for the first tokens after a prefill of each choice.
 
         Each choice then goes on in a sequence of its own, or ends.
 
         Args:
-            constraints: See `fork`.
+            first, token_ids, constraints: See `_first_tokens`.
         """
         request, outputs = seq.request, []
         cached, queued_s = (None, 0.0) if seq.first_token_sent else (seq.cached_tokens, seq.queued_s)
-        for choice, one in sampled.items():
-            finish = self.finish_of(request, seq.num_tokens + 1, one.token_id)
+        for choice, one in first.items():
+            own = token_ids[choice]
+            finish = self.finish_of(request, seq.num_tokens + len(own), own[-1])
             logprobs = [] if one.logprobs is None else [one.logprobs]
-            outputs.append(Output(request.id, choice, [one.token_id], logprobs, finish, cached, queued_s))
+            outputs.append(Output(request.id, choice, own, logprobs, finish, cached, queued_s))
         seq.first_token_sent = True
         going_on = [] if request.prefill_only else [output for output in outputs if output.finish is None]
         self.fork(seq, {output.choice: output.token_ids for output in going_on}, constraints)
@@ -231,20 +277,6 @@ class OutputProcessor:
         if not seqs:
             del self._seqs[seq.request.id]
         return self._scheduler.finish(seq)
-
-
-def constraint_after(request: Request) -> TokenConstraint | None:
-    """Returns a request's constraint after the output that was already emitted; None if there is nothing to follow.
-
-    Raises:
-        ValueError: That output does not follow the grammar.
-    """
-    if request.constraint is None:
-        return None
-    constraint = request.constraint.fork()
-    if not all(map(constraint.accept, request.token_ids[request.prompt_len :])):
-        raise ValueError(f"the output so far does not follow its grammar: {constraint.error}")
-    return constraint
 
 
 def advanced(constraint: TokenConstraint | None, token_ids: Mapping[int, list[int]]) -> dict[int, TokenConstraint]:

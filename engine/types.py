@@ -6,9 +6,16 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from cpd.common.blocks import Tier
 from cpd.grammar.constraint import TokenConstraint
 from cpd.grammar.grammar import Grammar
+
+_GRACE = 32
+"""Number of tokens after a thinking budget among which reasoning ends: a grammar does not let it end within a
+character."""
 
 
 class Finish(IntEnum):
@@ -16,6 +23,32 @@ class Finish(IntEnum):
 
     STOP = 1
     LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Limit on the tokens of an output's reasoning.
+
+    Attributes:
+        tokens: Most tokens, without the one that begins it.
+        end_token: Ends it.
+        start_token: An output that begins with it reasons; None if every one does, because the prompt has begun it.
+    """
+
+    tokens: int
+    end_token: int
+    start_token: int | None = None
+
+    def may_end(self, num_output: int) -> bool:
+        """True if a reasoning that still goes on after this many tokens of output must end."""
+        past = num_output - self.tokens - (self.start_token is not None)
+        return 0 <= past < _GRACE
+
+    def must_end(self, output: npt.NDArray[np.int32]) -> bool:
+        """True if the next token of an output must end its reasoning. [tokens so far]"""
+        if not self.may_end(len(output)) or (self.start_token is not None and output[0] != self.start_token):
+            return False
+        return not (output == self.end_token).any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +71,7 @@ class SamplingParams:
         min_tokens: Stop tokens can't be chosen before this many output tokens.
         stop_token_ids: A choice ends with one of these, which is emitted.
         grammar: What the output must follow; None for nothing. `Request.constraint` enforces it.
+        thinking_budget: Limit on the reasoning; None for no other than `max_tokens`.
     """
 
     temperature: float = 1.0
@@ -54,12 +88,13 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
 
-    @property
-    def looks_back(self) -> bool:
-        """True if sampling itself, not only the model, depends on the tokens before."""
+    def looks_back(self, num_output: int) -> bool:
+        """True if sampling itself, not only the model, depends on the `num_output` tokens of output before."""
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
-        return bool(penalties or self.grammar is not None)
+        budget = self.thinking_budget
+        return bool(penalties or self.grammar is not None or (budget is not None and budget.may_end(num_output)))
 
 
 @dataclass(frozen=True, slots=True)

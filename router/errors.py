@@ -50,13 +50,29 @@ class ApiError(CPDError):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.message = message
+        self.kind = kind
         self.code = code
+        self.param = param
         self.headers = dict(headers or {})
-        self._detail: ErrorDetail = {"message": message, "type": kind, "param": param, "code": code}
+
+    def about(self, param: str | None) -> "ApiError":
+        """Returns the same error of a field with another name."""
+        if param is None or self.param is None or param == self.param:
+            return self
+        return ApiError(
+            self.status,
+            self.message.replace(f"'{self.param}'", f"'{param}'"),
+            kind=self.kind,
+            code=self.code,
+            param=param,
+            headers=self.headers,
+        )
 
     def body(self) -> bytes:
         """The JSON document that describes the error."""
-        return orjson.dumps({"error": self._detail})
+        detail: ErrorDetail = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": detail})
 
 
 def invalid(param: str | None, message: str, *, code: str = "invalid_value", status: int = 400) -> ApiError:

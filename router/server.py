@@ -34,6 +34,7 @@ from router.api.client_limit import ClientLimit
 from router.api.completions import CompletionService
 from router.api.connection import Connection, ConnectionsState
 from router.api.models import Models
+from router.api.openai_responses.store import ResponseStore
 from router.api.sampling import default_sampling
 from router.api.tenants import Keys, Limits, read_keys
 from router.dispatch.roster import Followed, Roster
@@ -127,9 +128,17 @@ async def serve(
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: roster.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
+    redis = Redis.from_url(
+        settings.redis_url,
+        socket_timeout=REDIS_TIMEOUT_S,
+        socket_connect_timeout=REDIS_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),  # lease and membership retry by themselves
+    )
+    ttl_s = settings.store_responses
+    responses = ResponseStore(redis, settings.cluster, secret, ttl_s) if ttl_s else None
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
     server = _server(
-        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle),
+        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle, responses),
         clients,
         tls.context if pair else None,
     )
@@ -163,12 +172,6 @@ async def serve(
         for service in models.services:
             service.dispatcher.close()
 
-    redis = Redis.from_url(
-        settings.redis_url,
-        socket_timeout=REDIS_TIMEOUT_S,
-        socket_connect_timeout=REDIS_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),  # lease and membership retry by themselves
-    )
     with listen(settings.host, settings.admin_port, shared=False) as admin_listener:
         member = _member(router_id, member_host, listener, admin_listener, certificate)
         async with (

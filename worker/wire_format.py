@@ -9,7 +9,7 @@ from cpd.common.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, largest
 from cpd.common.errors import CPDError
 from cpd.grammar.grammar import MAX_BYTES, Grammar, GrammarKind
 from cpd.rpc import cpd_pb2 as pb
-from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
+from engine.types import Finish, Output, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 
 MAX_CHOICES = 4096
 
@@ -143,12 +143,17 @@ def sampling_to_wire(params: SamplingParams) -> pb.Sampling:
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
         grammar=grammar_to_wire(params.grammar) if params.grammar is not None else None,
+        thinking_budget=_budget_to_wire(params.thinking_budget) if params.thinking_budget is not None else None,
     )
 
 
 def grammar_to_wire(grammar: Grammar) -> pb.Grammar:
     """Converts a grammar."""
     return pb.Grammar(kind=pb.Grammar.Kind.ValueType(grammar.kind.value), text=grammar.text)
+
+
+def _budget_to_wire(budget: ThinkingBudget) -> pb.ThinkingBudget:
+    return pb.ThinkingBudget(tokens=budget.tokens, end_token=budget.end_token, start_token=budget.start_token)
 
 
 def _output_from_wire(output: pb.Output, request_id: str) -> Output:
@@ -217,6 +222,8 @@ def _sampling_fault(sampling: pb.Sampling, vocab_size: int) -> str:
             return f"this worker does not know grammars of kind {sampling.grammar.kind}"
         if len(sampling.grammar.text) > MAX_BYTES:
             return f"a grammar has at most {MAX_BYTES} bytes"
+    if sampling.HasField("thinking_budget") and sampling.thinking_budget.end_token >= vocab_size:
+        return "thinking_budget names a token outside the vocabulary"
     return ""
 
 
@@ -237,11 +244,17 @@ def _sampling_from_wire(sampling: pb.Sampling, vocab_size: int) -> SamplingParam
         # Some checkpoints name an end token outside their embedding; it can't be sampled.
         stop_token_ids=frozenset([token for token in sampling.stop_token_ids if token < vocab_size]),
         grammar=_grammar_from_wire(sampling.grammar) if sampling.HasField("grammar") else None,
+        thinking_budget=_budget_from_wire(sampling.thinking_budget) if sampling.HasField("thinking_budget") else None,
     )
 
 
 def _grammar_from_wire(grammar: pb.Grammar) -> Grammar:
     return Grammar(GrammarKind(grammar.kind), grammar.text)
+
+
+def _budget_from_wire(budget: pb.ThinkingBudget) -> ThinkingBudget:
+    start = budget.start_token if budget.HasField("start_token") else None
+    return ThinkingBudget(budget.tokens, budget.end_token, start)
 
 
 def _require(condition: bool, message: str) -> None:

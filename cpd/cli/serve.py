@@ -3,6 +3,7 @@
 Flags that both have mean the same. A flag that would change what is served is never dropped.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from cpd.common.errors import ConfigError
@@ -26,6 +27,7 @@ SHORT: Mapping[str, str] = {
 }
 
 WITHOUT_EFFECT: Mapping[str, str] = {
+    "--allow-credentials": "keys are in headers, which pages set themselves; there are no cookies",
     "--disable-log-requests": "each call is one log line, without its texts",
     "--disable-log-stats": "the summary is one line a minute",
     "--enable-auto-tool-choice": "always so, where the model's chat template has tools",
@@ -38,6 +40,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 """Flags without a value that are dropped, and why nothing is lost."""
 
 ONE_VALUE: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "--allowed-headers": {'["*"]': ()},
+    "--allowed-methods": {'["*"]': ()},
     "--generation-config": {"auto": (), "vllm": ("--sampling-defaults", "openai")},
     "--kv-cache-dtype": {"auto": ()},
     "--pipeline-parallel-size": {"1": ()},
@@ -54,9 +58,13 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Flags of both of which some values have another name here."""
 
+LISTS = ("--allowed-origins",)
+"""Flags whose values are JSON lists in vLLM."""
+
 MISSING: Mapping[str, str] = {
     "--chat-template": "the model's own template is used",
     "--enable-lora": "adapters are not supported",
+    "--reasoning-config": "reasoning is known by its tags; thinking_token_budget works without",
     "--quantization": "quantised weights are not supported yet",
     "--speculative-config": "speculative decoding is not supported",
     "--tokenizer": "the checkpoint's own tokenizer is used",
@@ -90,7 +98,18 @@ def translated(model: str, arguments: Sequence[str]) -> list[str]:
         if flag in OTHER_NAMES:
             value = next(parts, "")
             result.append(OTHER_NAMES[flag].get(value, value))
+        elif flag in LISTS:
+            result.append(_listed(next(parts, "")))
     return result
+
+
+def _listed(value: str) -> str:
+    """Returns a JSON list of texts with commas; any other value as it is."""
+    try:
+        texts = json.loads(value)
+    except ValueError:
+        return value
+    return ",".join(map(str, texts)) if isinstance(texts, list) else value
 
 
 def _split(arguments: Sequence[str]) -> Iterator[str]:

@@ -42,6 +42,9 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]|\*")
 """A host as in a URL, or `*`."""
 
+_ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?|\*")
+"""What a browser sends as `Origin`, or `*`."""
+
 MOST_SLO_MS = 1e9
 """Longest latency target, in ms (eleven days)."""
 
@@ -52,6 +55,9 @@ SHARED_DEVICE = ("staging_memory", "residency", "fairness", "sleep")
 """Settings that have no effect without `device_memory`."""
 
 NO_SHARED_GPU = "--device-memory is for machines without GPUs so far: pass --device cpu, or leave it out"
+
+MAX_STORED_S = 30 * 86_400.0
+"""Longest time for which responses are kept, in seconds (a month)."""
 
 
 class Settings(BaseSettings):
@@ -328,6 +334,18 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
         "web page can reach the server under a name of its own (DNS rebinding). Default: any; on a loopback --host "
         "without API keys, no others.",
     )
+    allowed_origins: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="Sites whose web pages may use the API in a browser (CORS), such as https://app.example, separated "
+        "by commas; * allows any. Default: none.",
+    )
+    store_responses: float = Field(
+        0.0,
+        ge=0,
+        le=MAX_STORED_S,
+        description="Keep the responses of the Responses API in Redis for this many seconds, so that clients can "
+        "continue them (previous_response_id); 0: not at all.",
+    )
     max_connections_per_client: int = Field(
         1024,
         ge=0,
@@ -388,7 +406,7 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is for one model: leave it out, or name all models in `models:`")
 
-    @field_validator("api_key", "allowed_hosts", "trusted_proxies", mode="before")
+    @field_validator("api_key", "allowed_hosts", "allowed_origins", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
@@ -422,6 +440,16 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
             if not _HOST.fullmatch(host):
                 raise PydanticCustomError("host", "not a host name or address without scheme and port, or *")
         return hosts
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise PydanticCustomError(
+                    "origin", "not a scheme and host such as https://app.example, without path, or *"
+                )
+        return origins
 
 
 class RouterSettings(AllRoutersSettings, _Advertised):

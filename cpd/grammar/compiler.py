@@ -6,21 +6,32 @@ references, so it runs on a thread with a deep stack; and its time grows with th
 """
 
 import json
+import math
+import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from cpd.grammar.constraint import Mask, TokenConstraint, describe, mask_of
+from cpd.common.checkpoint_files import eos_ids
+from cpd.common.errors import CheckpointError
+from cpd.grammar.constraint import OutputTokens, TokenConstraint, describe, mask_of
+from cpd.grammar.ending import Endings
 from cpd.grammar.grammar import Grammar, GrammarError, GrammarKind
-from cpd.grammar.lark import JSON_OPTIONS
+from cpd.grammar.lark import FORCING, JSON_OPTIONS, NOT_FORCING, expression, marker_tokens
 
 MAX_RULES = 256
 """Limit on the rules of a grammar: that many take llguidance a second at most."""
+
+MAX_SHORTEST = 2048
+"""Limit on the tokens of an ending of the empty output."""
+
+MAX_REPEATED = 1 << 14
+"""Where a text is repeated more often, tokens are not forced: llguidance follows the only text without a limit."""
 
 _STACK_BYTES = 512 << 20
 """Virtual memory: a chain of references that fills a grammar of the largest size takes some tens of MB of it."""
@@ -55,13 +66,22 @@ def check(grammar: Grammar) -> None:
 
 
 class CompiledGrammar:
-    """A grammar compiled for a vocabulary."""
+    """A grammar compiled for a vocabulary.
 
-    def __init__(self, matcher: LLMatcher, num_words: int, text: Mask, vocab_size: int) -> None:
+    Args:
+        matcher: At the start of an output.
+        markers: The grammar's tokens that are no text.
+
+    Attributes:
+        shortest: Number of tokens of the shortest output that was found; None if none was.
+    """
+
+    def __init__(self, vocabulary: "Vocabulary", matcher: LLMatcher, markers: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
         self._matcher = matcher
-        self._num_words = num_words
-        self._text = text
-        self._vocab_size = vocab_size
+        self._markers = markers
+        ending = vocabulary.endings.find(matcher, markers, MAX_SHORTEST)
+        self.shortest = None if ending is None else len(ending) + 1
 
     def constraint(self, end_tokens: Collection[int]) -> TokenConstraint:
         """Returns the constraint of a new output.
@@ -72,10 +92,21 @@ class CompiledGrammar:
         Raises:
             GrammarError: None of them is in the vocabulary.
         """
-        ends = mask_of(end_tokens, self._vocab_size)
+        vocabulary = self._vocabulary
+        ends = mask_of(end_tokens, vocabulary.size)
         if not ends.any():
             raise GrammarError("without an end-of-sequence token, an output can't end where its grammar ends")
-        return TokenConstraint(self._matcher.deep_copy(), self._num_words, self._text, ends)
+        known = sorted(token for token in end_tokens if 0 <= token < vocabulary.size)
+        tokens = OutputTokens(
+            num_words=vocabulary.num_words,
+            text=vocabulary.text & ~ends,
+            ends=ends,
+            end=next((token for token in vocabulary.eos_ids if token in known), known[0]),
+            markers=self._markers,
+            endings=vocabulary.endings,
+            shortest=self.shortest,
+        )
+        return TokenConstraint(self._matcher.deep_copy(), tokens)
 
 
 class Vocabulary:
@@ -85,6 +116,13 @@ class Vocabulary:
         tokenizer_json: Text of the checkpoint's tokenizer.json.
         vocab_size: Number of the model's logits. The tokenizer may have fewer or more tokens.
         eos_ids: The model's end-of-sequence tokens, which are no text.
+
+    Attributes:
+        size: Number of the model's logits.
+        num_words: Number of words of a matcher's masks.
+        text: The model's tokens that can be text.
+        eos_ids: The end-of-sequence tokens.
+        endings: Finds endings of outputs.
 
     Raises:
         GrammarError: Grammars can't be used with this tokenizer.
@@ -99,9 +137,11 @@ class Vocabulary:
                 self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
         except Exception as error:
             raise GrammarError(f"grammars can't be used with this model's tokenizer: {error}") from None
-        self._num_words = (self._tokenizer.vocab_size + 31) // 32
-        self._vocab_size = vocab_size
-        self._text = mask_of(range(vocab_size), vocab_size) & ~mask_of(self._tokenizer.eos_tokens, vocab_size)
+        self.size = vocab_size
+        self.num_words = (self._tokenizer.vocab_size + 31) // 32
+        self.eos_ids = tuple(self._tokenizer.eos_tokens)
+        self.text = mask_of(range(vocab_size), vocab_size) & ~mask_of(self.eos_ids, vocab_size)
+        self.endings = Endings(self._tokenizer)
 
     @classmethod
     def of_checkpoint(cls, directory: Path, vocab_size: int) -> "Vocabulary":
@@ -111,8 +151,8 @@ class Vocabulary:
             GrammarError: A file can't be read, or grammars can't be used with this tokenizer.
         """
         try:
-            return cls((directory / "tokenizer.json").read_text(), vocab_size, _eos_ids(directory))
-        except (OSError, ValueError) as error:
+            return cls((directory / "tokenizer.json").read_text(), vocab_size, eos_ids(directory))
+        except (OSError, ValueError, CheckpointError) as error:
             raise GrammarError(f"the model's tokenizer can't be read: {error}") from None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -128,12 +168,14 @@ class Vocabulary:
         matcher.compute_bitmask()
         if matcher.is_error():  # such as a schema that refers to itself without end
             raise GrammarError(f"no output of this model fits the grammar: {describe(matcher.get_error())}")
-        return CompiledGrammar(matcher, self._num_words, self._text, self._vocab_size)
+        return CompiledGrammar(self, matcher, marker_tokens(grammar))
 
 
 def _source(grammar: Grammar) -> str:
     """Returns a grammar in llguidance's own form."""
     text = grammar.text
+    if _repeats_much(text) and (only := expression(grammar)):
+        return LLMatcher.grammar_from_lark(f"{NOT_FORCING}\nstart: {only}")
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -148,10 +190,18 @@ def _source(grammar: Grammar) -> str:
                 raise GrammarError("the grammar is nested too deeply") from None
             except Exception as error:
                 raise GrammarError(f"the grammar can't be read: {describe(str(error))}") from None
-            rules = sum(not line.lstrip().startswith(("|", "//")) for line in lark.splitlines() if line.strip())
+            rules = sum(not line.lstrip().startswith(("|", "//", "%")) for line in lark.splitlines() if line.strip())
             if rules > MAX_RULES:
                 raise GrammarError(f"the grammar has {rules} rules; at most {MAX_RULES} are allowed")
+            if not lark.startswith(FORCING) or _repeats_much(text):
+                lark = f"{NOT_FORCING}\n{re.sub(r'^ *%llguidance.*', '', lark)}"
             return LLMatcher.grammar_from_lark(lark)
+
+
+def _repeats_much(text: str) -> bool:
+    """True if a regular expression, perhaps in a JSON document, may repeat a text more than MAX_REPEATED times."""
+    parts = (re.findall(r"\{(\d+)", part) for part in re.split(r'["\n]', text))
+    return any(math.prod(map(int, counts)) > MAX_REPEATED for counts in parts)
 
 
 def _limits() -> LLParserLimits:
@@ -182,16 +232,3 @@ def _with_deep_stack(call: Callable[[], T]) -> T:
         finally:
             threading.stack_size(before)
     return done.result()
-
-
-def _eos_ids(directory: Path) -> list[int]:
-    """Reads the end-of-sequence tokens from generation_config.json, else config.json; empty if neither has any."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        config: Any = json.loads(file.read_text()) if file.exists() else {}
-        match config.get("eos_token_id"):
-            case int(token_id):
-                return [token_id]
-            case [*token_ids] if token_ids:
-                return [int(token_id) for token_id in token_ids]
-    return []

@@ -1,14 +1,40 @@
-"""One output that must follow a grammar: which tokens may come next."""
+"""One output that must follow a grammar: which tokens may come next, and which must.
 
-from collections.abc import Iterable
+**Forced tokens.** Where the grammar leaves only one text, such as the rest of a property's name, its tokens are known.
+They are those of the tokenizer, up to the last one that could also be the start of a longer token.
+
+**Endings.** An output should end before its limit on tokens cuts it. So the constraint looks from time to time for an
+ending (`cpd/grammar/ending.py`): the more often the fewer tokens can be spared, and when something begins that may need
+many. A sampled token after which no ending is found that fits is replaced by the first token of the ending before it.
+Once the ending needs all that is left, its tokens are forced.
+
+What is forced or replaced follows from the tokens of the output so far and its limit, and from nothing else. So the
+state is the same whether the tokens were sampled here, or are accepted again where the output goes on.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from cpd.grammar.ending import Endings
+
 Mask = npt.NDArray[np.int32]
 """One bit per token: bit i % 32 of word i // 32."""
+
+
+_NO_LIMIT = 1 << 62
+
+_PART = 8
+"""An ending is looked for again when this part of the tokens that the last one left over are used."""
+
+_NEAR = 512
+"""With so few left over, it is looked for after every token with which a list or an object may begin, too."""
 
 
 def mask_of(tokens: Iterable[int], vocab_size: int) -> Mask:
@@ -20,32 +46,60 @@ def mask_of(tokens: Iterable[int], vocab_size: int) -> Mask:
     return words.view(np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class OutputTokens:
+    """The tokens of the outputs of a grammar.
+
+    Attributes:
+        num_words: Number of words of a matcher's masks.
+        text: The tokens that can be text, in a model's vocabulary, and end no output. [W]
+        ends: The tokens that end an output; at least one. [W]
+        end: The one of them that ends an output which would be cut.
+        markers: The grammar's own tokens that are no text.
+        endings: Finds endings.
+        shortest: Number of tokens of an ending of the empty output; None if none was found.
+    """
+
+    num_words: int
+    text: Mask
+    ends: Mask
+    end: int
+    markers: Sequence[int]
+    endings: Endings
+    shortest: int | None
+
+
 class TokenConstraint:
     """The state of one output within its grammar. One thread may use it at a time.
 
-    The output ends with a token of `ends`, which may come only where the grammar may end.
+    The output ends with a token of `tokens.ends`, which may come only where the grammar may end.
 
     Args:
         matcher: Belongs to the constraint.
-        num_words: Number of words of the matcher's masks.
-        text: The tokens that can be text, in a model's vocabulary. [W]
-        ends: The tokens that end the output; at least one. [W]
+        tokens: The grammar's tokens.
 
     Attributes:
         error: Why the output can't go on; empty if it can. An output with an error never goes on.
     """
 
-    def __init__(self, matcher: LLMatcher, num_words: int, text: Mask, ends: Mask) -> None:
+    def __init__(self, matcher: LLMatcher, tokens: OutputTokens) -> None:
         self.error = ""
         self._matcher = matcher
-        self._num_words = num_words
-        self._text = text & ~ends
-        self._ends = ends
+        self._tokens = tokens
+        self._left = _NO_LIMIT  # tokens that may still come
+        self._check_at = -1  # so few are left when the next ending is looked for
+        self._near = -1  # so few are left when it is looked for at the start of lists and objects
+        self._forced = deque(self._only_way())
 
     @property
     def may_end(self) -> bool:
         """True if the output is complete. It may go on all the same."""
         return not self.error and bool(self._matcher.is_accepting())
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as they are known."""
+        return list(self._forced)
 
     def mask(self, *, may_end: bool = True) -> Mask:
         """Computes which tokens may come next. Sets `error` if there are none.
@@ -56,40 +110,132 @@ class TokenConstraint:
         Returns:
             [W]. All bits are set if there is an error; then the next token is of no use.
         """
+        if self._forced and not self.error:
+            return mask_of([self._forced[0]], 32 * len(self._tokens.text))
         if not self.error:
-            words = np.zeros(self._num_words, np.int32)
+            words = np.zeros(self._tokens.num_words, np.int32)
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._matcher.is_error():
                 self.error = f"the grammar can't be followed further{self._reason()}"
             else:
-                allowed: Mask = words[: len(self._text)] & self._text
+                allowed: Mask = words[: len(self._tokens.text)] & self._tokens.text
                 if self._matcher.is_accepting() and (may_end or not allowed.any()):
-                    allowed |= self._ends
+                    allowed |= self._tokens.ends
                 if allowed.any():
                     return allowed
                 self.error = "the grammar leaves no token to go on with"
-        return np.full_like(self._text, -1)
+        return np.full_like(self._tokens.text, -1)
 
     def accept(self, token_id: int) -> bool:
-        """Goes on to the next token. Returns False, and sets `error`, if the grammar does not allow it here."""
+        """Goes on to a token of the output. Returns False, and sets `error`, if the grammar does not allow it here."""
+        return self._go_on(token_id, replaceable=False) is not None
+
+    def advance(self, token_id: int, most: int) -> list[int]:
+        """Goes on with a sampled token.
+
+        Args:
+            most: Most tokens to go on to, at least 1. If it is more, an ending comes as a whole.
+
+        Returns:
+            The token, or the one in its place; then tokens that must follow. Empty, with `error` set, if the grammar
+            does not allow the token.
+        """
+        taken = self._go_on(token_id, replaceable=True)
+        tokens = [] if taken is None else [taken]
+        while self._forced and self._left and (len(tokens) < most or (most > 1 and self._is_end(self._forced[-1]))):
+            tokens.append(self._forced[0])
+            if not self.accept(tokens[-1]):
+                return []
+        return tokens
+
+    def replacement(self) -> int | None:
+        """Returns the token that would take the place of a sampled one; None if none would."""
+        if self.error or self._forced or self._left > max(self._check_at, self._near, 0):
+            return None
+        ending = self._ending(self._matcher, self._left)
+        return ending[0] if ending else None
+
+    def fork(self, left: int | None = None) -> Self:
+        """Returns a copy, which goes its own way.
+
+        Args:
+            left: Most tokens of the output, if none has come yet.
+        """
+        other = copy(self)
+        other._matcher, other._forced = self._matcher.deep_copy(), self._forced.copy()
+        if left is not None:
+            other._left = left
+            other._plan_check(self._tokens.shortest)
+        return other
+
+    def _go_on(self, token_id: int, *, replaceable: bool) -> int | None:
+        """Goes on to a token, or, if it is replaceable, to the one in its place. Returns it; None with an error."""
         if self.error:
-            return False
-        if self._ends[token_id // 32] >> token_id % 32 & 1:
-            accepted = bool(self._matcher.is_accepting())
-        else:
-            accepted = self._matcher.consume_token(token_id)
-        if not accepted:
+            return None
+        is_forced = bool(self._forced) and self._forced[0] == token_id
+        self._left -= 1
+        is_due = not is_forced and self._is_due(token_id)
+        before = self._matcher.deep_copy() if is_due and replaceable else None
+        if not self._take(self._matcher, token_id):
             self.error = f"the grammar does not allow token {token_id} here{self._reason()}"
-        return accepted
+            return None
+        if is_forced:
+            self._forced.popleft()
+        else:
+            self._forced.clear()
+        if is_due and not self._is_end(token_id):
+            ending = self._ending(self._matcher, self._left)
+            if ending is None and before is not None and (instead := self._ending(before, self._left + 1)):
+                token_id, self._matcher = instead[0], before
+                self._take(before, token_id)
+                is_due = self._is_due(token_id)  # what follows must be the same in a replay
+                ending = self._ending(before, self._left) if is_due else None
+            if is_due and not self._is_end(token_id):
+                if ending and len(ending) == self._left:
+                    self._forced.extend(ending)
+                self._plan_check(len(ending) if ending else None)
+        if not (self._forced or self._is_end(token_id)):
+            self._forced.extend(self._only_way())
+        return token_id
+
+    def _is_due(self, token_id: int) -> bool:
+        """True if an ending is looked for after a token that leaves `_left`."""
+        return self._left < self._check_at or (self._left < self._near and self._tokens.endings.opens(token_id))
+
+    def _take(self, matcher: LLMatcher, token_id: int) -> bool:
+        """Moves a matcher on. Returns False if its grammar does not allow the token."""
+        return bool(matcher.is_accepting() if self._is_end(token_id) else matcher.consume_token(token_id))
+
+    def _plan_check(self, length: int | None) -> None:
+        """Decides when to look for an ending next, after one of `length` tokens was found, or none."""
+        if length is None or length > self._left:
+            self._check_at, self._near = self._left // 2, -1
+        else:
+            self._check_at = self._left - (self._left - length) // _PART
+            self._near = length + _NEAR
+
+    def _ending(self, matcher: LLMatcher, left: int) -> list[int] | None:
+        """Returns an ending of at most `left` tokens; None if none was found."""
+        tokens = self._tokens
+        text = tokens.endings.find(matcher, tokens.markers, left - 1) if left > 0 else None
+        return None if text is None or not all(map(self._is_text, text)) else [*text, tokens.end]
+
+    def _only_way(self) -> list[int]:
+        """Returns the tokens that must come next, as far as they are known: a part of the text, or the end of it."""
+        matcher, tokens = self._matcher, self._matcher.compute_ff_tokens()
+        if not tokens and matcher.is_stopped() and matcher.is_accepting():
+            return [self._tokens.end]
+        return tokens[: next((place for place, token in enumerate(tokens) if not self._is_text(token)), len(tokens))]
+
+    def _is_text(self, token_id: int) -> bool:
+        text = self._tokens.text
+        return token_id < 32 * len(text) and bool(text[token_id // 32] >> token_id % 32 & 1)
+
+    def _is_end(self, token_id: int) -> bool:
+        return bool(self._tokens.ends[token_id // 32] >> token_id % 32 & 1)
 
     def _reason(self) -> str:
         return f": {describe(self._matcher.get_error())}" if self._matcher.is_error() else ""
-
-    def fork(self) -> Self:
-        """Returns a copy, which goes its own way."""
-        copy = type(self)(self._matcher.deep_copy(), self._num_words, self._text, self._ends)
-        copy.error = self.error
-        return copy
 
 
 def describe(message: str) -> str:

@@ -1,6 +1,7 @@
 """What a client asks of an output: a JSON schema, a regular expression, some choices or a grammar."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -106,7 +107,7 @@ def choice(texts: Sequence[str]) -> Grammar:
 
 
 def ebnf(text: str) -> Grammar:
-    """Makes a grammar from Lark's or llama.cpp's notation.
+    """Makes a grammar from Lark's or llama.cpp's notation. Options of llguidance in the first line are left out.
 
     Raises:
         GrammarError: It is empty or too large.
@@ -114,7 +115,7 @@ def ebnf(text: str) -> Grammar:
     if not text.strip():
         raise GrammarError("the grammar is empty")
     _check_size(text, MAX_EBNF_BYTES)
-    return _grammar(GrammarKind.EBNF, text)
+    return _grammar(GrammarKind.EBNF, re.sub(r"^\s*%llguidance.*", "%llguidance {}", text))
 
 
 def _grammar(kind: GrammarKind, text: str) -> Grammar:

@@ -17,6 +17,10 @@ weak models fill their outputs with it."""
 JSON_OPTIONS: "JsonCompileOptions" = {"lenient": False, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
 """llguidance's options of JSON schemas: what can't be enforced is an error."""
 
+FORCING, NOT_FORCING = ('%llguidance {"no_forcing": ' + value + "}" for value in ("false", "true"))
+"""The first line of a grammar: whether llguidance follows a text that is the only one at once. It does so without a
+limit, and some grammars have no end: in one of two rules that are both `/a+/`, the first one takes every `a`."""
+
 _COMMENTS = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum"})
 """Members of a schema that hold values of the document."""
@@ -25,10 +29,12 @@ _VALUES = frozenset({"const", "enum"})
 def grammar(rules: Iterable[str]) -> Grammar:
     """Makes a grammar of rules, each on one line; one is named `start`.
 
+    No text may be without an end by the rules alone: what it forces is followed.
+
     Raises:
         GrammarError: It is too large.
     """
-    text = "\n".join(rules)
+    text = "\n".join([FORCING, *rules])
     if len(text) > MAX_BYTES:
         raise GrammarError(f"the grammar has {len(text)} bytes; at most {MAX_BYTES} are allowed")
     return Grammar(GrammarKind.EBNF, text)
@@ -42,6 +48,13 @@ def literal(text: str) -> str:
 def token(token_id: int) -> str:
     """Returns the expression of a token. Added tokens of a tokenizer, such as `<tool_call>`, are no text."""
     return f"<[{token_id}]>"
+
+
+def marker_tokens(grammar: Grammar) -> list[int]:
+    """Returns the ids of the `token` expressions of a grammar, in their order."""
+    if grammar.kind is not GrammarKind.EBNF:
+        return []
+    return list(dict.fromkeys(int(token_id) for token_id in re.findall(r"<\[(\d+)\]>", grammar.text)))
 
 
 def text_without(text: str) -> str:

@@ -24,7 +24,7 @@ def overlapped_decodes(scheduler: Scheduler, step: Plan, now: float = 0.0) -> Pl
     if len(running) != len(scheduler.on_main_lane):  # another sequence joins the batch
         return Plan()
     going_on = [(i, seq) for i, seq in running if not _ends_next(scheduler, seq)]
-    if any(seq.request.params.looks_back for _, seq in going_on):
+    if any(_looks_back(seq) for _, seq in going_on):
         return Plan()
     full = [seq for _, seq in going_on if seq.num_pages * BLOCK_SIZE == seq.num_tokens]
     if not going_on or not scheduler.add_page_to_each(full):
@@ -63,3 +63,9 @@ def _ends_next(scheduler: Scheduler, seq: Sequence) -> bool:
     request = seq.request
     most = min(request.prompt_len + request.params.max_tokens, scheduler.table.max_len)
     return request.prefill_only or seq.num_tokens + 1 >= most
+
+
+def _looks_back(seq: Sequence) -> bool:
+    """True if the token after the next one can't be sampled before that one is known."""
+    request = seq.request
+    return request.params.looks_back(seq.num_tokens + 1 - request.prompt_len)

@@ -13,14 +13,18 @@ from cpd.performance.model import Work
 from engine.batch import Batch, IntArray, SampleRow
 from engine.scheduling.sequence import Sequence, SequenceTable
 
+MAX_DECODE_TOKENS = BLOCK_SIZE
+"""Most tokens of a decode: a sampled one, and those that its grammar forces behind it. A sequence that decodes needs no
+more than one page a step."""
+
 
 @dataclass(slots=True)
 class Chunk:
     """Tokens `start .. start + num_tokens - 1` of a sequence.
 
     Attributes:
-        num_samples: Number of the last tokens after which a token is sampled: all of them in a decode, 1 in a prompt's
-            last chunk, 0 in a prompt's other chunks.
+        num_samples: Number of the last tokens after which a token is sampled: 1 in a decode and in a prompt's last
+            chunk, 0 in a prompt's other chunks.
         choices: The sequence's choices at the launch. Some may end while the chunk is computed.
     """
 
@@ -37,8 +41,8 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """True if a token is sampled after each token."""
-        return self.num_samples == self.num_tokens
+        """True if it is short enough for a decode, and a token is sampled after it."""
+        return self.num_samples > 0 and self.num_tokens <= MAX_DECODE_TOKENS
 
 
 @dataclass(slots=True)
@@ -48,7 +52,7 @@ class Plan:
     Attributes:
         decodes: Chunks of one token. Some may be the rest of a prompt: attention computes both in the same way. They
             come first in the batch.
-        prefills: Longer chunks.
+        prefills: Longer chunks, of prompts and of decodes with tokens that a grammar forced.
         token_sources: See `engine.batch.Batch`.
     """
 

@@ -24,7 +24,7 @@ from cpd.performance.colocation import PrefillBudget
 from cpd.performance.model import Work
 from engine.scheduling.admission import Admission, AdmissionLimits, Fits, WaitsForPrefix
 from engine.scheduling.kv_cache_manager import KVCacheManager
-from engine.scheduling.plan import Chunk, Plan
+from engine.scheduling.plan import MAX_DECODE_TOKENS, Chunk, Plan
 from engine.scheduling.queue_limit import QueueLimit
 from engine.scheduling.sequence import Sequence, SequenceState, SequenceTable
 from engine.scheduling.waiting_queue import MayStart, WaitingQueue
@@ -36,7 +36,8 @@ class Scheduler:
     Args:
         cache: The KV cache, which allocates pages.
         max_len: Maximum tokens of a sequence.
-        max_num_seqs: Maximum number of running sequences.
+        max_num_seqs: Maximum number of running sequences, at most `max_tokens`.
+        max_tokens: Maximum tokens of a step.
         limit: The limit of the waiting queue.
         prefill_ms: Predicts how long a prompt takes beside decodes.
 
@@ -55,6 +56,7 @@ class Scheduler:
         *,
         max_len: int,
         max_num_seqs: int,
+        max_tokens: int,
         limit: QueueLimit | None = None,
         prefill_ms: Callable[[Work, Work], float] = lambda work, decodes: 0.0,
     ) -> None:
@@ -66,6 +68,7 @@ class Scheduler:
         self._admission = Admission(self.waiting, cache)
         self.preemptions = 0
         self.cached_tokens = 0
+        self._max_tokens = max_tokens
         self._prefill_ms = prefill_ms
         self._reserved_rows = 0
         self._prefilling: list[Sequence] = []  # running ones that `schedule_decodes` left to `schedule_prefills`
@@ -127,25 +130,32 @@ class Scheduler:
     # ---- which tokens a step computes ----
 
     def schedule_decodes(self) -> Plan:
-        """Begins a step with the running sequences that have one token to compute, preempting others if pages run out.
+        """Begins a step with the running sequences that decode, preempting others if pages run out.
 
-        Notes the other running sequences in `_prefilling`, for the next `schedule_prefills`.
+        These have one token to compute, or a few, if a grammar forced some. Notes the other running sequences in
+        `_prefilling`, for the next `schedule_prefills`.
         """
         decodes: list[Chunk] = []
+        forced: list[Chunk] = []
         prefilling: list[Sequence] = []
         running = SequenceState.RUNNING
+        room = self._max_tokens - len(self.running)  # for tokens that grammars forced
         for seq in tuple(self.running):
             if seq.state is not running or seq.lane_chunks:  # just preempted, or on the prefill lane
                 continue
             known, computed = seq.num_tokens, seq.num_computed
             if seq.num_pages * BLOCK_SIZE < known and not self._grow(seq):
                 continue
-            if known - computed == 1:
+            count = known - computed
+            if count == 1:
                 decodes.append(Chunk(seq, computed, 1, 1, seq.choices))
+            elif _decodes(seq) and count - 1 <= room:
+                forced.append(Chunk(seq, computed, count, 1, seq.choices))
+                room -= count - 1
             else:
                 prefilling.append(seq)
         self._prefilling = prefilling
-        return Plan(decodes)
+        return Plan(decodes, forced)
 
     def wants_prefill(self, now: float = 0.0) -> bool:
         """True if `schedule_prefills` may find something to do."""
@@ -350,7 +360,7 @@ class Scheduler:
         num_decodes = context = 0
         remaining = Work()
         for seq in self.running:
-            if seq.num_tokens - seq.num_computed == 1:
+            if _decodes(seq):
                 num_decodes += 1
                 context += seq.num_tokens
             else:
@@ -457,3 +467,9 @@ class Scheduler:
 
 def _always(work: Work) -> bool:
     return True
+
+
+def _decodes(seq: Sequence) -> bool:
+    """True if a running sequence has so few tokens to compute as one that decodes."""
+    count = seq.num_tokens - seq.num_computed
+    return count == 1 or (seq.first_token_sent and count <= MAX_DECODE_TOKENS)

@@ -20,12 +20,25 @@ VOCAB_SIZE = 2048
 SEED = 0
 
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nA call is <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>. Tools:\\n' }}
+{%- for tool in tools %}
+{{- (tool | tojson) + '\\n' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
+"""The tools, then the messages. Models are not trained on tools: forced calls are valid by their grammar."""
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,

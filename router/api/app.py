@@ -2,11 +2,11 @@
 
 import asyncio
 import time
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Annotated
 
-import orjson
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
@@ -19,12 +19,17 @@ from cpd.common.lifecycle import MAX_DRAIN_S, Lifecycle
 from cpd.common.process import EXIT_DRAINED
 from router.api.access_log import AccessLog
 from router.api.allowed_hosts import AllowedHosts
-from router.api.body import read_body
+from router.api.allowed_origins import allow_origins
+from router.api.anthropic_messages.errors import error_body
+from router.api.anthropic_messages.routes import MESSAGES_TYPES, add_messages
 from router.api.client_limit import ClientLimit
-from router.api.completions import Caller, CompletionService
-from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, converts, generates, returns
+from router.api.completions import CompletionService
+from router.api.documentation import DESCRIPTION, NO_KEY, any_error, complete, converts, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
+from router.api.intake import Intake, caller_of, credentials_of, json_response, tenant_of
 from router.api.models import Models
+from router.api.openai_responses.routes import RESPONSES_TYPES, add_responses
+from router.api.openai_responses.store import ResponseStore
 from router.api.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -39,17 +44,15 @@ from router.api.responses import (
     Version,
 )
 from router.api.schemas import (
-    C,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    R,
     TokenizeRequest,
     parse,
     parse_conversion,
 )
 from router.api.tenant_limits import TenantLimits
-from router.api.tenants import Keys, Tenant
+from router.api.tenants import Keys
 from router.api.tokenization import detokenize, tokenize
 from router.dispatch.dispatcher import RETRY_S
 from router.dispatch.roster import Roster
@@ -70,6 +73,7 @@ def create_app(
     clients: ClientLimit,
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
+    responses: ResponseStore | None = None,
 ) -> ASGIApp:
     """Creates the router's ASGI application.
 
@@ -82,25 +86,28 @@ def create_app(
         clients: Counts the connections of each client.
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes, and
             where the router can be drained.
+        responses: The stored responses; None if they are not stored.
     """
 
-    def refuse(error: ApiError) -> Response:
+    def refuse(error: ApiError, path: str) -> Response:
         metrics.errors(error.code).inc()
-        return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+        return Response(error_body(error, path), error.status, headers=error.headers, media_type="application/json")
 
     async def on_error(request: Request, error: Exception) -> Response:
+        path = request.url.path
         if isinstance(error, ApiError):
-            return refuse(error)
+            return refuse(error, path)
         if isinstance(error, RequestValidationError):
             first = error.errors()[0]
             name = str(first["loc"][-1])
-            return refuse(invalid(name, f"Invalid value for '{name}': {first['msg']}."))
+            return refuse(invalid(name, f"Invalid value for '{name}': {first['msg']}."), path)
         if not isinstance(error, HTTPException):
-            return refuse(internal_error())
+            return refuse(internal_error(), path)
         status = HTTPStatus(error.status_code)
-        message = f"{status.phrase}: {request.method} {request.url.path}"
+        message = f"{status.phrase}: {request.method} {path}"
         code = status.phrase.lower().replace(" ", "_")
-        return refuse(ApiError(status, message, kind="invalid_request_error", code=code, headers=error.headers))
+        refused = ApiError(status, message, kind="invalid_request_error", code=code, headers=error.headers)
+        return refuse(refused, path)
 
     app = FastAPIOffline(
         redoc_url=None,
@@ -108,62 +115,50 @@ def create_app(
         title="CPD",
         version=version("cpd"),
         description=DESCRIPTION,
-        responses=dict(ANY_ERROR),
+        responses=any_error(),
         swagger_ui_parameters={"validatorUrl": None},  # which would send the document to another host
         exception_handlers=dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), on_error),
     )
-    generating = _add_api(app, models) if peers is not None else {}
+    generating = _add_api(app, models, responses) if peers is not None else {}
     _add_operations(app, models, roster, metrics, peers, lifecycle)
     if peers is None:
         _add_drain(app, keys, lifecycle)
         _add_planner_view(app, models, keys)
-    complete(app, needs_key=keys.any)
+    complete(app, RESPONSES_TYPES + MESSAGES_TYPES, needs_key=keys.any)
     limits = TenantLimits(lambda: len(roster.routers))
     access = AccessLog(models.first.name if len(models.services) == 1 else "", metrics.activity)
-    return Gate(app, generating, keys, hosts, limits, clients, refuse, access)
+    gate = Gate(app, generating, keys, hosts, limits, clients, refuse, access)
+    return allow_origins(gate, models.first.settings.allowed_origins) if peers is not None else gate
 
 
-def _add_api(app: FastAPI, models: Models) -> dict[str, Endpoint]:
-    """Adds the routes of OpenAI's API and those that convert text. Returns the endpoints that read a body, by path."""
-    created = int(time.time())
-    settings, defaults, off_loop = models.first.settings, models.sampling_defaults, models.first.off_loop
-
-    async def read(request: Request, kind: type[R]) -> R:
-        body = await read_body(request, settings.max_body, _caller(request).admission.hold)
-        return await off_loop(lambda: parse(body, kind, max_n=settings.max_n, defaults=defaults), _caller(request))
-
-    async def read_conversion(request: Request, kind: type[C]) -> C:
-        body = await read_body(request, settings.max_body, _caller(request).admission.hold)
-        return await off_loop(lambda: parse_conversion(body, kind), _caller(request))
-
-    def find(request: Request, name: str | None) -> CompletionService:
-        service = models.find(name, _tenant(request))
-        request.scope["state"]["model"] = service.name
-        return service
+def _add_api(app: FastAPI, models: Models, responses: ResponseStore | None) -> dict[str, Endpoint]:
+    """Adds the routes that generate and convert text. Returns the endpoints that read a body, by path."""
+    created, intake = int(time.time()), Intake(models)
+    max_n, defaults = models.first.settings.max_n, models.sampling_defaults
 
     @app.post("/v1/chat/completions", **generates(ChatRequest, ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(request: Request) -> Response:
         """Generates the next message of a chat, with the model's own chat template."""
-        asked = await read(request, ChatRequest)
-        return await find(request, asked.model).chat(asked, _caller(request))
+        asked = await intake.read(request, partial(parse, kind=ChatRequest, max_n=max_n, defaults=defaults))
+        return await intake.find(request, asked.model).chat(asked, caller_of(request))
 
     @app.post("/v1/completions", **generates(CompletionRequest, TextCompletion, TextCompletionChunk))
     async def create_completion(request: Request) -> Response:
         """Continues a text, or several."""
-        asked = await read(request, CompletionRequest)
-        return await find(request, asked.model).complete(asked, _caller(request))
+        asked = await intake.read(request, partial(parse, kind=CompletionRequest, max_n=max_n, defaults=defaults))
+        return await intake.find(request, asked.model).complete(asked, caller_of(request))
 
     @app.post("/tokenize", **converts(TokenizeRequest, Tokenized))
     async def get_tokens(request: Request) -> Response:
         """Converts a text, or a chat by the model's own chat template, to tokens."""
-        asked = await read_conversion(request, TokenizeRequest)
-        return _json(await tokenize(find(request, asked.model), asked, _caller(request)))
+        asked = await intake.read(request, partial(parse_conversion, kind=TokenizeRequest))
+        return json_response(await tokenize(intake.find(request, asked.model), asked, caller_of(request)))
 
     @app.post("/detokenize", **converts(DetokenizeRequest, Detokenized))
     async def get_text(request: Request) -> Response:
         """Converts tokens to text."""
-        asked = await read_conversion(request, DetokenizeRequest)
-        return _json(await detokenize(find(request, asked.model), asked, _caller(request)))
+        asked = await intake.read(request, partial(parse_conversion, kind=DetokenizeRequest))
+        return json_response(await detokenize(intake.find(request, asked.model), asked, caller_of(request)))
 
     def model_card(service: CompletionService) -> ModelCard:
         return {
@@ -178,18 +173,22 @@ def _add_api(app: FastAPI, models: Models) -> dict[str, Endpoint]:
     @app.get("/v1/models", responses=returns(ModelList, 401, 421))
     async def list_models(request: Request) -> Response:
         """Lists the models that this server has, and that the API key may use."""
-        return _json({"object": "list", "data": [model_card(one) for one in models.allowed(_tenant(request))]})
+        return json_response(
+            {"object": "list", "data": [model_card(one) for one in models.allowed(tenant_of(request))]}
+        )
 
     @app.get("/v1/models/{name:path}", responses=returns(ModelCard, 401, 404, 421))
     async def get_model(request: Request, name: str) -> Response:
         """Describes a model, by its name or an alias."""
-        return _json(model_card(models.find(name, _tenant(request))))
+        return json_response(model_card(models.find(name, tenant_of(request))))
 
     return {
         "/v1/chat/completions": create_chat_completion,
         "/v1/completions": create_completion,
         "/tokenize": get_tokens,
         "/detokenize": get_text,
+        **add_responses(app, intake, responses),
+        **add_messages(app, intake),
     }
 
 
@@ -202,9 +201,9 @@ def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
     ) -> Response:
         """Starts to drain this router: it serves until nobody sends any more, at most for `timeout_s` (default:
         `--drain-s`), and ends."""
-        keys.check_operator(_authorization(request))
+        keys.check_operator(credentials_of(request))
         lifecycle.drain("asked to", EXIT_DRAINED, timeout_s)
-        return _json({"status": "draining"})
+        return json_response({"status": "draining"})
 
 
 def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
@@ -213,12 +212,12 @@ def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
     @app.get("/load", responses=returns(PlannerView, 401, 403, 421))
     async def get_load(request: Request) -> Response:
         """The requests that this router has counted, and the workers that are ready, for the planner."""
-        keys.check_operator(_authorization(request))
+        keys.check_operator(credentials_of(request))
         if len(models.services) > 1:
             raise invalid(None, "The planner works for one model only.", code="several_models", status=409)
         service, settings = models.first, models.first.settings
         view = planner_view(service.workers, service.dispatcher.arrivals, settings.slo_ttft, settings.slo_itl)
-        return _json(view)
+        return json_response(view)
 
 
 def _add_operations(
@@ -238,7 +237,7 @@ def _add_operations(
     @app.get("/livez", responses=returns(Health), openapi_extra=NO_KEY)
     async def is_live() -> Response:
         """Answers as long as the router runs."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/readyz", responses=returns(Health, 503), openapi_extra=NO_KEY)
     @app.get("/health", responses=returns(Health, 503), openapi_extra=NO_KEY)
@@ -250,60 +249,40 @@ def _add_operations(
             raise unavailable("The router drains.", RETRY_S)
         if not models.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/version", responses=returns(Version, 401, 421))
     async def get_version() -> Response:
         """The version of this server."""
-        return _json({"version": app.version})
+        return json_response({"version": app.version})
 
     @app.get("/metrics", responses=returns(str, 401, 403, 421), response_class=PlainTextResponse)
     async def get_metrics(request: Request) -> Response:
         """Metrics of the router that answers, in Prometheus' text format."""
-        _tenant(request).check_admin()
+        tenant_of(request).check_admin()
         text = await asyncio.to_thread(metrics.text)  # takes 0.2 s with a thousand workers
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/metrics/targets", responses=returns(list[ScrapeTargets], 401, 403, 421))
     async def scrape_targets(request: Request) -> Response:
         """Admin ports of all routers, for Prometheus' HTTP service discovery."""
-        _tenant(request).check_admin()
-        return _json(overview.scrape_targets())
+        tenant_of(request).check_admin()
+        return json_response(overview.scrape_targets())
 
     @app.get("/cluster", responses=returns(ClusterStatus, 401, 403, 421))
     async def get_cluster(request: Request) -> Response:
         """State of the cluster: all routers, and all workers as each router sees them."""
-        _tenant(request).check_admin()
-        return _json(await overview.cluster(_authorization(request)))
+        tenant_of(request).check_admin()
+        return json_response(await overview.cluster(credentials_of(request)))
 
     @app.get("/usage", responses=returns(ClusterUsage, 401, 403, 421))
     async def get_usage(request: Request) -> Response:
         """What each tenant has used since the routers started: calls and tokens."""
-        _tenant(request).check_admin()
-        return _json(await overview.usage(_authorization(request)))
+        tenant_of(request).check_admin()
+        return json_response(await overview.usage(credentials_of(request)))
 
     @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404, 421))
     async def get_placements(request: Request, request_id: str) -> Response:
         """Shows where a recent request of the caller went, by its `x-request-id`."""
-        tenant = _tenant(request).name
-        return _json(await overview.placements(tenant, _authorization(request), request_id))
-
-
-def _caller(request: Request) -> Caller:
-    caller = request.scope["state"]["caller"]
-    assert isinstance(caller, Caller)
-    return caller
-
-
-def _tenant(request: Request) -> Tenant:
-    tenant = request.scope["state"]["tenant"]
-    assert isinstance(tenant, Tenant)
-    return tenant
-
-
-def _authorization(request: Request) -> bytes:
-    return request.headers.get("authorization", "").encode("latin-1")
-
-
-def _json(content: object) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+        tenant = tenant_of(request).name
+        return json_response(await overview.placements(tenant, credentials_of(request), request_id))

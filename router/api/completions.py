@@ -12,14 +12,17 @@ from typing import Any, TypeVar
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
 from cpd.grammar.grammar import Grammar
+from cpd.rpc import cpd_pb2 as pb
 from router.api.chat_messages import Message, Tool, template_message, template_tool
-from router.api.openai import ChatFormat, CompletionFormat, EchoedCompletionFormat, Format
+from router.api.format import ChatForm, Format, Parsing
+from router.api.openai import CompletionFormat, EchoedCompletionFormat
 from router.api.output_grammars import OutputGrammars
-from router.api.parsed_chat import ParsedChatFormat
+from router.api.parsed_chat import chat_format
 from router.api.respond import CompletionResponse
 from router.api.responses import ApiFinishReason
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.structured import refusal
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -98,6 +101,7 @@ class CompletionService:
         self.settings = settings
         source = text_files.tool_template.source if text_files.tool_template is not None else ""
         self.output_format = detect(source, settings.tool_call_parser, settings.reasoning_parser)
+        self._may_reason = bool(detect(source).reasoning)
         self._grammars = OutputGrammars(text_files, workers, self.output_format)
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
@@ -115,8 +119,11 @@ class CompletionService:
             return call()
         return await self.text_files.tokenizer.threads.run(caller.tenant.salt, work, call)
 
-    async def chat(self, request: ChatRequest, caller: Caller) -> CompletionResponse:
+    async def chat(self, request: ChatRequest, caller: Caller, form: ChatForm = chat_format) -> CompletionResponse:
         """Starts a chat completion.
+
+        Args:
+            form: Makes what writes the response.
 
         Raises:
             ApiError: The request can't be served; nothing was started.
@@ -124,23 +131,36 @@ class CompletionService:
         caller.tenant.check_priority(request.priority)
         tenant, tools, output = caller.tenant.salt, request.offered_tools, self.output_format
         asked = await self._grammars.asked(request, tenant)
-        text = await self.chat_text(request.messages, self._template_kwargs(request), tools, caller)
-        prompt, end = await self.text_files.tokenizer.encode_chat(text, tenant), text[-_END_CHARS:]
+        prompt, end = await self.chat_prompt(request, caller)
         of_calls = await self.off_loop(partial(self._grammars.of_calls, request, asked, end), caller)
         grammar = await self._grammars.checked(of_calls, tenant)
         if grammar is None and asked is not None:  # the answer's grammar leaves no room for calls
             tools, grammar = (), self._grammars.behind_reasoning(*asked, end)
             if grammar is None:  # nor for reasoning
-                return await self._start(request, [prompt], caller, "messages", ChatFormat, asked[1])
+                unparsed = partial(form, parsing=None)
+                return await self._start(request, [prompt], caller, "messages", unparsed, asked[1])
+        if request.thinking_token_budget is not None and self._may_reason and not output.reasoning:
+            raise unsupported("thinking_token_budget")
         if not (tools or output.reasoning):
-            return await self._start(request, [prompt], caller, "messages", ChatFormat, None)
+            return await self._start(request, [prompt], caller, "messages", partial(form, parsing=None), None)
         names = [tool.function.name for tool in tools]
         parallel, forced = request.parallel_tool_calls, request.forces_calls
         new_parser = partial(output.parser, end, names, parallel=parallel, forced=forced)
         finish: ApiFinishReason = "tool_calls" if request.chosen_tool is None else "stop"  # as in vLLM
-        form = partial(ParsedChatFormat, parser=new_parser, finish_with_calls=finish)
+        parsed = partial(form, parsing=Parsing(new_parser, finish))
         shown = output.markers(tools=bool(tools))
-        return await self._start(request, [prompt], caller, "messages", form, grammar, shown)
+        budget = self._thinking_budget(request, end)
+        return await self._start(request, [prompt], caller, "messages", parsed, grammar, shown, budget)
+
+    async def chat_prompt(self, request: ChatRequest, caller: Caller) -> tuple[bytes, str]:
+        """Returns the prompt of a chat as packed token ids, and the end of its text.
+
+        Raises:
+            ApiError: As `chat_text`.
+        """
+        kwargs, tools = self._template_kwargs(request), request.offered_tools
+        text = await self.chat_text(request.messages, kwargs, tools, caller)
+        return await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt), text[-_END_CHARS:]
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
         """Starts a text completion.
@@ -217,7 +237,30 @@ class CompletionService:
             return {"reasoning_effort": effort, **kwargs}
         if template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none", **kwargs}
+        if effort == "none" and not self._may_reason:
+            return kwargs
         raise unsupported("reasoning_effort")
+
+    def _thinking_budget(self, request: ChatRequest, prompt: str) -> pb.ThinkingBudget | None:
+        """Returns the limit on the reasoning of a chat's outputs; None if it has none.
+
+        Args:
+            prompt: The end of the prompt's text.
+
+        Raises:
+            ApiError: The limit can't be kept.
+        """
+        tokens, output = request.thinking_token_budget, self.output_format
+        if tokens is None or not output.may_reason(prompt):
+            return None
+        begin, end = output.reasoning_tokens(prompt, self.text_files.tokenizer.token_id)
+        if end is None:
+            reason = "the reasoning of this model has no tokens of its own around it"
+            raise refusal("thinking_token_budget", reason, code="unsupported_parameter")
+        if self.workers.ready and not self.workers.any_with_grammars:
+            reason = "no worker of this cluster can constrain outputs"
+            raise refusal("thinking_token_budget", reason, code="unsupported_parameter")
+        return pb.ThinkingBudget(tokens=tokens, end_token=end, start_token=begin)
 
     async def _start(
         self,
@@ -228,6 +271,7 @@ class CompletionService:
         form: Callable[[GenerateRequest, Vocabulary, bytes], Format],
         grammar: Grammar | None,
         shown: frozenset[str] = frozenset(),
+        thinking_budget: pb.ThinkingBudget | None = None,
     ) -> CompletionResponse:
         """Starts the requests for the prompts. `shown` are special tokens that have text in the outputs."""
         if not self.workers.ready:
@@ -244,6 +288,7 @@ class CompletionService:
                 vocab_size=model.vocab_size,
                 eos_ids=self.text_files.eos_ids,
                 grammar=grammar,
+                thinking_budget=thinking_budget,
             )
             for prompt in prompts
         ]

@@ -3,18 +3,18 @@
 The endpoints with a body parse their bodies themselves, so FastAPI does not know their types.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from router.api.responses import ChatCompletionChunk, TextCompletionChunk
-from router.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from router.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.errors import ErrorResponse
 
-DESCRIPTION = """An OpenAI-compatible API. A field that would change the result is never ignored: it is honoured, or
-refused by name. A field that is `null` counts as left out."""
+DESCRIPTION = """An API compatible with OpenAI's and, for messages, with Anthropic's. A field that would change the
+result is never ignored: it is honoured, or refused by name. A field that is `null` counts as left out."""
 
 NO_KEY: dict[str, Any] = {"security": []}
 """For routes that need no API key."""
@@ -34,12 +34,17 @@ _ERRORS = {
 }
 
 _REF = "#/components/schemas/{model}"
-_ERROR_BODY = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorResponse.__name__)}}}
-"""Given as content, not as a model: FastAPI would declare models in the media type of the route's documents."""
 
-ANY_ERROR: Mapping[int | str, dict[str, Any]] = {
-    "default": {"content": _ERROR_BODY, "description": "Any other error, such as 405 or 431."}
-}
+
+def any_error(error: type = ErrorResponse) -> dict[int | str, dict[str, Any]]:
+    """The `responses` for all other errors, of a type."""
+    return {"default": {"content": _error_body(error), "description": "Any other error, such as 405 or 431."}}
+
+
+def _error_body(error: type) -> dict[str, Any]:
+    # given as content, not as a model: FastAPI would declare models in the media type of the route's documents
+    return {"application/json": {"schema": _ref(error)}}
+
 
 _TEXT = {"schema": {"type": "string"}}
 _HEADERS = {
@@ -73,26 +78,34 @@ _UNDECLARED: list[Any] = [
 ]
 
 
-def returns(document: type, *error_statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that returns a document or one of these errors."""
+def returns(document: type, *error_statuses: int, error: type = ErrorResponse) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that returns a document or an error with one of these statuses.
+
+    Args:
+        error: Type of an error's body.
+    """
     responses: dict[int | str, dict[str, Any]] = {200: {"model": document}}
     for status in error_statuses:
-        responses[status] = {"content": _ERROR_BODY, "description": _ERRORS[status]}
-    return responses
+        responses[status] = {"content": _error_body(error), "description": _ERRORS[status]}
+    return responses if error is ErrorResponse else responses | any_error(error)
 
 
-def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[str, Any]:
+def generates(
+    request: type, whole: type, *events: type, ends: str = "`[DONE]`", error: type = ErrorResponse
+) -> dict[str, Any]:
     """The arguments that declare a route which generates text.
 
     Args:
         request: Type of the request body.
         whole: Type of the response in one piece.
-        chunk: Type of a stream's events.
+        events: Types of a stream's events; if there are several, events have a name.
+        ends: The last event of a stream that does not fail.
+        error: Type of an error's body.
     """
-    responses = returns(whole, 400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
+    responses = returns(whole, 400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503, error=error)
     responses[200] |= {
-        "description": "One document, or with `stream` server-sent events that end with `[DONE]` or with an error.",
-        "content": {"text/event-stream": {"itemSchema": _event(chunk)}},
+        "description": f"One document, or with `stream` server-sent events that end with {ends} or with an error.",
+        "content": {"text/event-stream": {"itemSchema": _event(events, ends)}},
         "headers": _HEADERS,
     }
     return {
@@ -101,9 +114,15 @@ def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[
     }
 
 
-def converts(request: type, document: type) -> dict[str, Any]:
-    """The arguments that declare a route which converts between text and tokens: types of its body and its response."""
-    responses = returns(document, 400, 401, 404, 408, 413, 415, 421, 429)
+def converts(request: type, document: type, *, error: type = ErrorResponse) -> dict[str, Any]:
+    """The arguments that declare a route which converts text to tokens or back.
+
+    Args:
+        request: Type of the request body.
+        document: Type of the response.
+        error: Type of an error's body.
+    """
+    responses = returns(document, 400, 401, 404, 408, 413, 415, 421, 429, error=error)
     return {"responses": responses, "openapi_extra": {"requestBody": _body(request), "parameters": [_REQUEST_ID]}}
 
 
@@ -111,26 +130,36 @@ def _body(request: type) -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
 
 
-def _event(chunk: type) -> dict[str, Any]:
+def _event(kinds: Sequence[type], ends: str) -> dict[str, Any]:
     """An event of a stream, as OpenAPI 3.2 and FastAPI describe it."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(chunk)}
-    about = "A chunk; the last event is `[DONE]`, or an error."
-    return {"type": "object", "required": ["data"], "properties": {"data": data | {"description": about}}}
+    schema = _ref(kinds[0]) if len(kinds) == 1 else {"anyOf": [_ref(kind) for kind in kinds]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    properties = {"data": data | {"description": f"The last event is {ends}, or an error."}}
+    if len(kinds) > 1:
+        properties["event"] = {"type": "string", "description": "The event's `type`."}
+    return {"type": "object", "required": list(properties), "properties": properties}
 
 
-def complete(app: FastAPI, *, needs_key: bool) -> None:
-    """Adds the types that routes refer to, and how clients authenticate, to the application's OpenAPI document."""
+def complete(app: FastAPI, types: Sequence[Any], *, needs_key: bool) -> None:
+    """Adds the types that routes refer to, and how clients authenticate, to the application's OpenAPI document.
+
+    Args:
+        types: Types that routes of this application refer to, besides those of OpenAI's completions.
+    """
     declared = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = declared()
         components = document.setdefault("components", {})
         if "securitySchemes" not in components:
-            inputs = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in _UNDECLARED]
+            inputs = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in (*_UNDECLARED, *types)]
             _, undeclared = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]
             components["schemas"] = undeclared["$defs"] | components.get("schemas", {})
-            components["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"api_key": []}] if needs_key else []
+            components["securitySchemes"] = {
+                "api_key": {"type": "http", "scheme": "bearer"},
+                "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            document["security"] = [{"api_key": []}, {"x_api_key": []}] if needs_key else []
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend the document

@@ -18,7 +18,7 @@ from router.api.completions import Caller
 from router.api.connection import connection_of
 from router.api.respond import CompletionResponse
 from router.api.tenant_limits import TenantLimits
-from router.api.tenants import Keys, Tenant
+from router.api.tenants import API_KEY_HEADER, Keys, Tenant, credentials
 from router.errors import ApiError, failed, invalid
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -31,7 +31,9 @@ TIMEOUT_HEADER = b"x-request-timeout-ms"
 
 _MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
 
-_SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-type", b"content-encoding", TIMEOUT_HEADER})
+_SINGLE_HEADERS = frozenset(
+    {b"host", b"authorization", API_KEY_HEADER, b"content-type", b"content-encoding", TIMEOUT_HEADER}
+)
 """Headers that a request may have only once: a proxy before this server could have checked the other one."""
 
 _DOCS_ASSETS = "/static-offline-docs/"
@@ -49,7 +51,7 @@ class Gate:
         hosts: The allowed hosts.
         limits: Counts what tenants use of their limits.
         clients: Counts the connections of each client.
-        refuse: Creates the response for an error.
+        refuse: Creates the response for an error of a path.
         access: Gets each call of a generating route when it has ended.
     """
 
@@ -61,7 +63,7 @@ class Gate:
         hosts: AllowedHosts,
         limits: TenantLimits,
         clients: ClientLimit,
-        refuse: Callable[[ApiError], Response],
+        refuse: Callable[[ApiError, str], Response],
         access: AccessLog,
     ) -> None:
         self._app = app
@@ -83,6 +85,7 @@ class Gate:
         loop = asyncio.get_running_loop()
         now = loop.time()
         status, tenant, admission, client = 0, Tenant(), None, None
+        proof = credentials(headers)
         generates = scope["method"] == "POST" and scope["path"] in self._generating
 
         async def send_with_id(message: Message) -> None:
@@ -102,11 +105,11 @@ class Gate:
                 _check_repeated(scope["headers"])
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
-                tenant = self._keys.tenant(headers.get(b"authorization", b""))
+                tenant = self._keys.tenant(proof)
             if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
                 self._clients.open(named)
                 client = named
-            scope["state"] = {**scope.get("state", {}), "tenant": tenant}
+            scope["state"] = {**scope.get("state", {}), "tenant": tenant, "credentials": proof}
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
             if not generates:
@@ -124,13 +127,13 @@ class Gate:
             # free the prompt
             error.__traceback__ = None
             code = error.code
-            await self._refuse(error)(scope, receive, send_with_id)
+            await self._refuse(error, scope["path"])(scope, receive, send_with_id)
         except ClientGoneError:
             outcome = "client_gone"
         except Exception:
             code = internal_error().code
             if not status:
-                await self._refuse(internal_error())(scope, receive, send_with_id)
+                await self._refuse(internal_error(), scope["path"])(scope, receive, send_with_id)
             elif isinstance(response, CompletionResponse):
                 await response.break_off(internal_error(), send)
             raise  # to the HTTP server, which logs it

@@ -5,13 +5,14 @@ For speed, the parts that all chunks of a stream share are encoded once.
 
 import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
 
 from cpd.common.blocks import unpack_tokens
+from router.api.format import Format
 from router.api.responses import (
     ApiFinishReason,
     ChatChoice,
@@ -27,16 +28,17 @@ from router.api.responses import (
 )
 from router.api.schemas import GenerateRequest
 from router.dispatch.output import Choice, Delta, FinishReason, TokenScore
+from router.errors import ApiError, error_event
 from router.text.detokenize import Vocabulary
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for tokens with almost no probability, since JSON has no infinity."""
 
 
-class Format(ABC):
-    """Writes the response of one call.
+class OpenAIFormat(Format):
+    """Writes completions and their chunks.
 
     Args:
         fingerprint: The model's fingerprint.
@@ -44,14 +46,12 @@ class Format(ABC):
     Class attributes:
         ID: Prefix of the response id.
         KIND, CHUNK_KIND: `object` of a whole response and of a chunk.
-        PARSES: The output is parsed, which takes long for a long one.
         PLAIN: The JSON before and after the text of a chunk that has only text; `%d` is the choice's index.
     """
 
     ID: ClassVar[str]
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
-    PARSES: ClassVar[bool] = False
     PLAIN: ClassVar[tuple[bytes, bytes]]
 
     def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes) -> None:
@@ -69,19 +69,15 @@ class Format(ABC):
         chunk = orjson.dumps({**self._common, "object": self.CHUNK_KIND})
         self._head = b"data: " + chunk[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._ends_with_usage = request.include_usage
         self._is_plain = not self._with_logprobs and not self._with_ids
         self._usage_now: Callable[[], Usage] | None = None
         self._before_text, after_text = self.PLAIN
         self._after_text = after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def count_with(self, usage: Callable[[], Usage]) -> None:
-        """Every chunk tells the `usage` so far, not only the last one."""
         self._usage_now = usage
         self._is_plain = False
-
-    @abstractmethod
-    def first(self, index: int, prompt: bytes) -> bytes:
-        """The chunk that opens a choice of a prompt (packed token ids)."""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """Chunks with new text: one per piece, or one for all of it if the client asked for more than text."""
@@ -90,17 +86,15 @@ class Format(ABC):
             return b"".join([b"%b%b%b" % (head, orjson.dumps(piece), self._after_text) for piece in delta.pieces])
         return self._chunk(index, None, delta)
 
-    def final(self, index: int, finish: FinishReason, delta: Delta) -> bytes:
-        """The chunk that closes a choice; `delta` has no text."""
-        return self._chunk(index, finish, delta)
+    def final(self, choice: Choice, delta: Delta) -> bytes:
+        return self._chunk(choice.index, choice.finish, delta)
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after all choices, if the client asked for it."""
-        return self._head + _tail(usage)
+    def closing(self, usage: Usage) -> bytes:
+        """The chunk with the usage, if the client asked for it, and the end."""
+        return self._head + _tail(usage) + _DONE if self._ends_with_usage else _DONE
 
-    @abstractmethod
-    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
-        """The response in one piece."""
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
 
     @abstractmethod
     def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes: ...
@@ -121,13 +115,13 @@ class Format(ABC):
         return orjson.dumps({**self._common, "choices": choices, "usage": usage, **extra})
 
 
-class ChatFormat(Format):
+class ChatFormat(OpenAIFormat):
     """`chat.completion` and its chunks."""
 
     ID, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
     PLAIN = b'{"index":%d,"delta":{"content":', b"}"
 
-    def first(self, index: int, prompt: bytes) -> bytes:
+    def first(self, index: int, prompt: bytes, usage: Usage) -> bytes:
         delta: ChatDelta = {"role": "assistant", "content": ""}
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra = b""
@@ -182,7 +176,7 @@ class ChatFormat(Format):
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(raw)}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(OpenAIFormat):
     """`text_completion` and its chunks."""
 
     ID, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
@@ -192,7 +186,7 @@ class CompletionFormat(Format):
         super().__init__(request, vocabulary, fingerprint)
         self._opening: dict[int, bytes] = {}
 
-    def first(self, index: int, prompt: bytes) -> bytes:
+    def first(self, index: int, prompt: bytes, usage: Usage) -> bytes:
         # a text has no opening chunk; the prompt's token ids are in its first chunk
         if self._with_ids:
             self._opening[index] = prompt
@@ -258,8 +252,8 @@ class EchoedCompletionFormat(CompletionFormat):
         super().__init__(request, vocabulary, fingerprint)
         self._prompts = prompts
 
-    def first(self, index: int, prompt: bytes) -> bytes:
-        opening = super().first(index, prompt)
+    def first(self, index: int, prompt: bytes, usage: Usage) -> bytes:
+        opening = super().first(index, prompt, usage)
         return opening + self._chunk(index, None, Delta([self._echo(index // self._n)], [], []))
 
     def _echo(self, position: int) -> str:

@@ -1,7 +1,8 @@
 """Chat responses whose text is split into reasoning, content and tool calls. Others take `ChatFormat` alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from router.api.format import Parsing
 from router.api.openai import ChatFormat
 from router.api.responses import ApiFinishReason, CalledFunctionDelta, ChatChoice, ChatDelta, ChatMessage, ChatToolCall
 from router.api.schemas import GenerateRequest
@@ -20,24 +21,15 @@ class ParsedChatFormat(ChatFormat):
     arrived, also if those are no text yet.
 
     Args:
-        parser: Makes the parser of one choice.
-        finish_with_calls: Finish reason of a choice that ends by itself and has tool calls.
+        parsing: How the outputs are parsed.
     """
 
     PARSES = True
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        vocabulary: Vocabulary,
-        fingerprint: bytes,
-        *,
-        parser: Callable[[], OutputParser],
-        finish_with_calls: ApiFinishReason = "tool_calls",
-    ) -> None:
+    def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes, parsing: Parsing) -> None:
         super().__init__(request, vocabulary, fingerprint)
-        self._finish_with_calls = finish_with_calls
-        self._new_parser = parser
+        self._finish_with_calls = parsing.finish_with_calls
+        self._new_parser = parsing.new_parser
         self._parsers: dict[int, OutputParser] = {}
 
     def delta(self, index: int, delta: Delta) -> bytes:
@@ -47,10 +39,10 @@ class ParsedChatFormat(ChatFormat):
                 return super().delta(index, Delta([text], [], []))
         return self._write(index, events, delta)
 
-    def final(self, index: int, finish: FinishReason, delta: Delta) -> bytes:
-        parser = self._parser(index)
-        rest = self._write(index, parser.flush(cut=finish == "length"), _NOTHING)
-        return rest + self._chat_chunk(index, {}, self._api_finish(finish, parser), delta)
+    def final(self, choice: Choice, delta: Delta) -> bytes:
+        index, parser = choice.index, self._parser(choice.index)
+        rest = self._write(index, parser.flush(cut=choice.finish == "length"), _NOTHING)
+        return rest + self._chat_chunk(index, {}, self._api_finish(choice.finish, parser), delta)
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta, parser = choice.take(), self._new_parser()
@@ -77,6 +69,15 @@ class ParsedChatFormat(ChatFormat):
             self._chat_chunk(index, one, None, delta if position == 0 else _NOTHING)
             for position, one in enumerate(deltas)
         )
+
+
+def chat_format(
+    request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes, parsing: Parsing | None
+) -> ChatFormat:
+    """Makes what writes the response of OpenAI's own API. See `ChatForm`."""
+    if parsing is None:
+        return ChatFormat(request, vocabulary, fingerprint)
+    return ParsedChatFormat(request, vocabulary, fingerprint, parsing)
 
 
 def _chat_delta(event: Event) -> ChatDelta:

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from cpd.common.blocks import TOKEN_BYTES
 from router.api.connection import connection_of
-from router.api.openai import DONE, Format
+from router.api.format import Format
 from router.api.responses import Usage
 from router.api.schemas import GenerateRequest
 from router.dispatch.attempts import RequestRoute, RoutedRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
-from router.errors import ApiError, error_event
+from router.errors import ApiError
 from router.request_metrics import RequestMetrics
 
 COMMENT_S = 5.0
@@ -109,7 +109,7 @@ class CompletionResponse(Response):
     async def break_off(self, error: ApiError, send: Send) -> None:
         """Ends a stream that has begun with an error."""
         if self._request.stream:
-            await send({"type": "http.response.body", "body": error_event(error), "more_body": False})
+            await send({"type": "http.response.body", "body": self._format.failure(error), "more_body": False})
 
     def cancel(self) -> None:
         """Cancels what still runs, on the workers too."""
@@ -184,6 +184,7 @@ class CompletionResponse(Response):
         if self.gone:
             return
         body = await self._whole()
+        await self._format.written()
         headers = [*self._start_headers(b"application/json"), (b"content-length", b"%d" % len(body))]
         if not self.gone:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -221,7 +222,7 @@ class CompletionResponse(Response):
             updated, self._updated = self._updated, {}
             chunks = [chunk for choice in updated.values() for chunk in self._chunks(choice)]
             over = self._over
-        chunks.extend(self._closing())
+        chunks.append(await self._closing())
         await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
 
     async def _open_stream(self, send: Send) -> None:
@@ -233,7 +234,8 @@ class CompletionResponse(Response):
         await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def _opening(self, choice: Choice) -> bytes:
-        return self._format.first(choice.index, self.requests[choice.index // self._request.n].tokens)
+        prompt = self.requests[choice.index // self._request.n].tokens
+        return self._format.first(choice.index, prompt, self._usage())
 
     def _chunks(self, choice: Choice) -> Iterator[bytes]:
         """The choice's new chunks."""
@@ -242,15 +244,15 @@ class CompletionResponse(Response):
             yield self._format.delta(choice.index, delta)
             delta = choice.take()
         if choice.finish is not None:
-            yield self._format.final(choice.index, choice.finish, delta)
+            yield self._format.final(choice, delta)
 
-    def _closing(self) -> Iterator[bytes]:
+    async def _closing(self) -> bytes:
         if self.error is not None:
-            yield error_event(self.error)
-            return
-        if self._request.include_usage:
-            yield self._format.usage(self._usage())
-        yield DONE
+            return self._format.failure(self.error)
+        closing = self._format.closing(self._usage())
+        if not self.gone:
+            await self._format.written()
+        return closing
 
     def _usage(self) -> Usage:
         prompt_tokens = sum(len(request.tokens) for request in self.requests) // TOKEN_BYTES

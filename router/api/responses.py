@@ -57,7 +57,7 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
-class CalledFunction(TypedDict):
+class ChatCalledFunction(TypedDict):
     """A function with the text of its arguments, a JSON object."""
 
     name: str
@@ -69,7 +69,7 @@ class ChatToolCall(TypedDict):
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ChatCalledFunction
 
 
 class ChatMessage(TypedDict):

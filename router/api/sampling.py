@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from cpd.common.checkpoint_files import read_json
 from cpd.common.errors import CheckpointError
 from cpd.common.settings import SamplingDefaults
 from cpd.grammar.grammar import Grammar
 from cpd.rpc import cpd_pb2 as pb
 from router.api.schemas import GenerateRequest
 from router.errors import invalid
-from router.text.text_files import read_json
 
 _MODEL_DEFAULTS = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -59,6 +59,7 @@ def sampling_message(
     vocab_size: int,
     eos_ids: Sequence[int],
     grammar: Grammar | None = None,
+    thinking_budget: pb.ThinkingBudget | None = None,
 ) -> pb.Sampling:
     """Returns the request's sampling parameters as the protobuf message that workers get.
 
@@ -67,6 +68,7 @@ def sampling_message(
         max_tokens: Upper bound on the tokens of an output.
         eos_ids: Tokens that end an output, unless the request ignores them.
         grammar: What the output must follow.
+        thinking_budget: Limit on its reasoning.
 
     Raises:
         ApiError: `logit_bias` or `stop_token_ids` has a token id beyond the vocabulary.
@@ -96,4 +98,5 @@ def sampling_message(
         grammar=None
         if grammar is None
         else pb.Grammar(kind=pb.Grammar.Kind.ValueType(grammar.kind.value), text=grammar.text),
+        thinking_budget=thinking_budget,
     )

@@ -5,11 +5,9 @@ change the result is never ignored. `router/api/sampling.py` names the files tha
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import orjson
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from router.api.chat_messages import (
     ChosenTool,
@@ -21,25 +19,16 @@ from router.api.chat_messages import (
     check_tools,
     text_or_list,
 )
-from router.api.strict_model import StrictModel, allow_nulls
-from router.api.structured import VERBATIM, ResponseFormat, Schema, StructuredOutputs
-from router.errors import ApiError, invalid, unsupported
+from router.api.parse import explained, load, parse_body, taken, validated
+from router.api.strict_model import Body, StrictModel
+from router.api.structured import ResponseFormat, Schema, StructuredOutputs
+from router.errors import invalid
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1_024
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 300
 MAX_PROMPTS = 128
-MAX_PARTS = 1 << 14
-"""Limit on the messages of a chat plus the parts of their contents; that many take a tenth of a second."""
-
-MAX_DEPTH = 256
-"""Limit on the levels of lists and objects in a body, which is the first level. Recursive functions walk a body, and
-Python allows 1,000 nested calls."""
-
-MAX_COMPLAINTS = 1_000
-"""A request with more errors than this is refused without naming the first one."""
-
 MAX_TEMPLATE_KWARGS = 32
 
 MAX_SEED = (1 << 63) - 1
@@ -52,6 +41,53 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+_PASSING: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Known fields that are refused, with the values that have no effect and are accepted; some of them only where an
+endpoint does not honour them."""
+
+_VERBATIM = frozenset({"parameters", "response_format", "structured_outputs", "guided_json"})
 
 
 def _form(value: Any) -> str:
@@ -61,23 +97,6 @@ def _form(value: Any) -> str:
     if value and isinstance(value[0], list):
         return "<token lists>"
     return "<tokens>" if value and isinstance(value[0], int) else "<list>"
-
-
-_FORMS = frozenset({"<text>", "<list>", "<object>", "<tokens>", "<token lists>"})
-
-
-def _allow_ignored(schema: dict[str, Any]) -> None:
-    """Adds the fields that `parse` accepts without honouring them to a JSON schema."""
-    allow_nulls(schema)
-    for name in sorted(_HARMLESS - schema["properties"].keys()):
-        schema["properties"][name] = {"description": "Accepted and ignored: it can't change the result."}
-    for name, passing in _UNSUPPORTED.items():
-        if name in schema["properties"]:
-            continue
-        values = {"enum": [*passing, None]} if name != "best_of" else {"type": ["integer", "null"]}  # may also be n
-        schema["properties"][name] = values | {
-            "description": "Not supported: only values that have no effect are accepted."
-        }
 
 
 class StreamOptions(StrictModel):
@@ -90,10 +109,12 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool = Field(False, description="Accepted and ignored: no padding is ever sent.")
 
 
-class GenerateRequest(StrictModel):
+class GenerateRequest(Body):
     """The fields that both endpoints share."""
 
-    model_config = ConfigDict(json_schema_extra=_allow_ignored)
+    HARMLESS: ClassVar[frozenset[str]] = _HARMLESS
+    PASSING: ClassVar[Mapping[str, tuple[Any, ...]]] = _PASSING
+    VERBATIM: ClassVar[frozenset[str]] = _VERBATIM
 
     model: str = Field(description="Name of the model.")
     n: Count = Field(1, description="Number of choices to generate for each prompt.")
@@ -115,9 +136,7 @@ class GenerateRequest(StrictModel):
         description="Extension, as in vLLM: tokens that end an output, besides the model's own.",
     )
     max_tokens: Count | None = Field(None, description="Limit on the tokens of an output.")
-    temperature: float = Field(
-        1.0, ge=0, le=2, allow_inf_nan=False, description="Randomness of sampling; 0 always takes the likeliest token."
-    )
+    temperature: Temperature = Field(1.0, description="Randomness of sampling; 0 always takes the likeliest token.")
     top_p: Probability = Field(1.0, description="Sample from the likeliest tokens with this total probability.")
     presence_penalty: Penalty = Field(0.0, description="Subtracted from the logits of tokens in the output so far.")
     frequency_penalty: Penalty = Field(
@@ -198,7 +217,9 @@ def _template_kwargs() -> Any:
 
 
 class ChatRequest(GenerateRequest):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`, and what other APIs for chats are translated to."""
+
+    PASSING: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_PASSING, "add_special_tokens": (False,)}
 
     messages: list[Message] = Field(min_length=1, fail_fast=True, description="The chat so far.")
     tools: Tools = Field(
@@ -210,8 +231,11 @@ class ChatRequest(GenerateRequest):
         "output is tool calls. An object: the output is one call of this tool.",
     )
     parallel_tool_calls: bool = Field(True, description="If false, only the first call of an output is returned.")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="How much the model thinks, if its chat template knows it; `none`: not at all."
+    )
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
+        None, description="Extension, as in vLLM: limit on the tokens of the reasoning. Not every model supports it."
     )
     chat_template_kwargs: dict[str, Any] = _template_kwargs()
     max_completion_tokens: Count | None = Field(None, description="As `max_tokens`; takes precedence over it.")
@@ -246,6 +270,8 @@ class ChatRequest(GenerateRequest):
 
 class CompletionRequest(GenerateRequest):
     """The body of `POST /v1/completions`."""
+
+    PASSING: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_PASSING, "add_special_tokens": (True,)}
 
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
@@ -282,8 +308,10 @@ class CompletionRequest(GenerateRequest):
         return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(Body):
     """The body of `POST /tokenize`."""
+
+    VERBATIM: ClassVar[frozenset[str]] = frozenset({"parameters"})
 
     model: str | None = Field(None, description="Name of the model; may be left out.")
     prompt: str | None = Field(None, description="Text, as of `/v1/completions`. Either this or `messages`.")
@@ -299,7 +327,7 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool = Field(False, description="Return the text of each token.")
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(Body):
     """The body of `POST /detokenize`."""
 
     model: str | None = Field(None, description="Name of the model; may be left out.")
@@ -308,46 +336,6 @@ class DetokenizeRequest(StrictModel):
 
 R = TypeVar("R", bound=GenerateRequest)
 C = TypeVar("C", TokenizeRequest, DetokenizeRequest)
-M = TypeVar("M", bound=StrictModel)
-
-_HARMLESS = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "length_penalty": (1, 1.0),
-    "modalities": (["text"],),
-    "reasoning_effort": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Known fields that are refused, with the values that have no effect and are accepted; some of them only where an
-endpoint does not honour them."""
-
-_NOT_HONOURED = _HARMLESS | _UNSUPPORTED.keys()
 
 
 def no_defaults(model: object) -> Mapping[str, float]:
@@ -367,11 +355,27 @@ def parse(
     Raises:
         ApiError: The request is not valid; the error names the field.
     """
-    data = _load(body)
-    if not _NOT_HONOURED.isdisjoint(data):
-        _take_out(data, kind)
-    request = _validate(body, data, kind, defaults(data.get("model")))
+    fields = load(body)
+    request = validated(body, taken(fields, kind), kind, defaults(fields.get("model")))
     _check(request, max_n)
+    return request
+
+
+def chat_request(fields: Mapping[str, Any], defaults: Mapping[str, float]) -> ChatRequest:
+    """Returns the chat that a request of another API is translated to, with one choice.
+
+    Args:
+        fields: Its fields.
+        defaults: Defaults of sampling fields that differ from OpenAI's.
+
+    Raises:
+        ApiError: The chat is not valid; the error names the field of the chat.
+    """
+    try:
+        request = ChatRequest.model_validate({**defaults, **fields})
+    except ValidationError as error:
+        raise explained(error) from None
+    _check(request, 1)
     return request
 
 
@@ -381,7 +385,7 @@ def parse_conversion(body: bytes, kind: type[C]) -> C:
     Raises:
         ApiError: The request is not valid; the error names the field.
     """
-    request = _validate(body, _load(body), kind)
+    request = parse_body(body, kind)
     if isinstance(request, TokenizeRequest):
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "Give either 'prompt' or 'messages'.", code="missing_required_parameter")
@@ -389,81 +393,6 @@ def parse_conversion(body: bytes, kind: type[C]) -> C:
         check_messages(request.messages or ())
         check_tools(request.tools, None)
     return request
-
-
-def _load(body: bytes) -> dict[str, Any]:
-    """Returns the body's fields."""
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        if error.msg.startswith("depth limit"):  # orjson's own is 1,024
-            raise _too_deep() from None
-        raise invalid(None, f"The body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise invalid(None, "The body must be a JSON object.", code="invalid_type")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # with fewer it can't be too deep
-        _check_depth(data)
-    return data
-
-
-def _validate(
-    body: bytes, data: dict[str, Any], kind: type[M], defaults: Mapping[str, float] = MappingProxyType({})
-) -> M:
-    """Checks the fields of a body one by one."""
-    _check_parts(data.get("messages"))
-    if b"\\u0000" in body and (path := _find_nul(data)) is not None:
-        raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
-    fields = data
-    if b"null" in body:
-        verbatim = {name: data[name] for name in VERBATIM if data.get(name) is not None}
-        fields = _drop_nulls({name: value for name, value in data.items() if name not in VERBATIM}) | verbatim
-    try:
-        return kind.model_validate({**defaults, **fields})
-    except ValidationError as error:
-        raise _explain(error) from None
-
-
-def _check_depth(data: dict[str, Any]) -> None:
-    """Raises ApiError if lists and objects are nested deeper than MAX_DEPTH."""
-    level: list[Any] = [data]
-    for _ in range(MAX_DEPTH):
-        items = (value.values() if type(value) is dict else value for value in level)
-        level = [item for each in items for item in each if type(item) in (dict, list)]
-        if not level:
-            return
-    raise _too_deep()
-
-
-def _too_deep() -> ApiError:
-    return invalid(None, f"The body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
-
-
-def _take_out(fields: dict[str, Any], kind: type[GenerateRequest]) -> None:
-    """Removes the fields that are not honoured; raises ApiError if an unsupported one would have an effect."""
-    honoured = kind.model_fields.keys()
-    for name in (_UNSUPPORTED.keys() & fields.keys()) - honoured:
-        value = fields.pop(name)
-        if not any(_same(value, passing) for passing in (None, *_passing(name, fields))):
-            raise unsupported(name)
-    for name in (_HARMLESS & fields.keys()) - honoured:
-        del fields[name]
-
-
-def _passing(name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    # with best_of = n there is no choice among the outputs
-    return (fields.get("n") or 1,) if name == "best_of" else _UNSUPPORTED[name]
-
-
-def _same(value: Any, passing: Any) -> bool:
-    return type(value) is type(passing) and value == passing  # in Python, 0 equals False
-
-
-def _check_parts(messages: Any) -> None:
-    """Raises ApiError if there are too many messages and parts."""
-    if isinstance(messages, list):
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        if len(messages) + sum(len(parts) for parts in contents if isinstance(parts, list)) > MAX_PARTS:
-            raise invalid("messages", f"'messages' must be at most {MAX_PARTS} messages and parts of their contents.")
 
 
 def _check(request: GenerateRequest, max_n: int) -> None:
@@ -492,47 +421,3 @@ def _check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
         if not isinstance(value, bool | int | float | str):
             path = f"chat_template_kwargs.{name[:40]}"
             raise invalid(path, f"'{path}' must be a boolean, a number or a string.", code="invalid_type")
-
-
-def _drop_nulls(value: Any) -> Any:
-    """Removes fields that are null, at any depth. Chat templates expect that, too. The schemas of tools keep theirs."""
-    if isinstance(value, dict):
-        return {
-            key: item if key == "parameters" else _drop_nulls(item) for key, item in value.items() if item is not None
-        }
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_drop_nulls(item) for item in value]
-    return value
-
-
-def _find_nul(value: Any, path: str = "") -> str | None:
-    """Returns the path of the first string with a NUL character in `value`."""
-    if isinstance(value, str):
-        return path if "\0" in value else None
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
-    elif isinstance(value, list):
-        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    return next((found for name, item in items if (found := _find_nul(item, name)) is not None), None)
-
-
-def _explain(error: ValidationError) -> ApiError:
-    """Converts the first of pydantic's errors to OpenAI's format."""
-    if error.error_count() > MAX_COMPLAINTS:  # to list them takes seconds
-        return invalid(None, f"The body has {error.error_count()} errors.")
-    first = error.errors(include_url=False)[0]
-    *outer, last = first["loc"]
-    # the last part can be any name that the client sent; the others are fields or forms
-    path = [part for part in outer if part not in _FORMS]
-    if last not in _FORMS or first["type"] == "extra_forbidden":
-        path.append(last)
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-    match first["type"]:
-        case "missing":
-            return invalid(param, f"Missing required parameter: '{param}'.", code="missing_required_parameter")
-        case "extra_forbidden":
-            return invalid(param, f"Unrecognized request argument supplied: {param}", code="unknown_parameter")
-        case kind:
-            code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-            return invalid(param, f"Invalid value for '{param}': {first['msg']}.", code=code)

@@ -16,9 +16,6 @@ from router.errors import ApiError, invalid
 from router.lru import LRU
 from router.text.fair_threads import FairThreads
 
-VERBATIM = ("response_format", "structured_outputs", "guided_json")
-"""Fields with JSON schemas, in which a null has a meaning."""
-
 MAX_CHECKED = 1024
 """Number of results of checks that are kept."""
 

@@ -5,7 +5,7 @@ of their limits. Workers limit a tenant's share of their queue (`engine/scheduli
 """
 
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,9 @@ from router.errors import ApiError
 
 CLUSTER_NAME = "_cluster"
 """The tenant of the cluster's own processes. No name in a key file begins with `_`."""
+
+API_KEY_HEADER = b"x-api-key"
+"""A key may be sent in this header instead of `Authorization`, as some clients of Anthropic's API do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,9 @@ class Keys:
             return self._everyone
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
-            raise _unauthorized("No API key was sent. Send it in the header 'Authorization: Bearer <key>'.")
+            raise _unauthorized(
+                "No API key was sent. Send it in the header 'Authorization: Bearer <key>' or 'x-api-key'."
+            )
         sent = blake2b(key.strip()).digest()
         # all keys are compared in constant time, so that the time reveals nothing about them
         matches = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, sent)]
@@ -217,6 +222,12 @@ class Keys:
         # of the name, so that a new key finds what the old one has cached; of the secret, so that nobody can guess it
         salt = self._secret.key(f"salt of tenant {name}")[:16]
         return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority, limits=limits, models=models)
+
+
+def credentials(headers: Mapping[bytes, bytes]) -> bytes:
+    """Returns a request's `Authorization` header, or what it would be for its `x-api-key`."""
+    key = headers.get(API_KEY_HEADER)
+    return headers.get(b"authorization", b"" if key is None else b"Bearer " + key)
 
 
 def _digest(key: str) -> bytes:

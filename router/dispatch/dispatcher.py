@@ -593,8 +593,9 @@ class Dispatcher:
         self._fail(request, waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3))
 
     def _unable(self, request: RoutedRequest) -> set[str]:
-        """The workers that can't serve a request: those that would not follow its grammar."""
-        return self._workers.without_grammars if request.sampling.HasField("grammar") else set()
+        """The workers that can't serve a request: those that would not follow its grammar or its thinking budget."""
+        asked = request.sampling.HasField("grammar") or request.sampling.HasField("thinking_budget")
+        return self._workers.without_grammars if asked else set()
 
     def _barred(self, attempt: Attempt, now: float) -> set[str]:
         """The workers that a suspect does not go to: those with other suspects, and those that may have died together

@@ -124,6 +124,11 @@ class Choice:
         return delta
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice, if one did."""
+        return self._stops.found or None if self._stops is not None else None
+
+    @property
     def _stopped_by_string(self) -> bool:
         return self._stops is not None and self._stops.matched
 

@@ -133,14 +133,14 @@ class Workers:
 
     @property
     def without_grammars(self) -> set[str]:
-        """The workers that can't constrain outputs to grammars."""
+        """The workers that can't constrain outputs, by grammars or thinking budgets."""
         return {
             session.id for session in self._sessions.values() if session.hello is None or not session.hello.grammars
         }
 
     @property
     def any_with_grammars(self) -> bool:
-        """True if a worker that takes requests can constrain outputs to grammars."""
+        """True if a worker that takes requests can constrain outputs."""
         unable = self.without_grammars
         return any(session.id not in unable for session in _takers(self._sessions.values()))
 

@@ -12,24 +12,32 @@ class StopMatcher:
     Args:
         stops: The stop strings, none of them empty.
         include: The stop string is part of the text.
+
+    Attributes:
+        found: The stop string that ended the text; empty if there was none.
     """
 
-    __slots__ = ("_held", "_include", "_stops", "matched")
+    __slots__ = ("_held", "_include", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
         self._held = ""
-        self.matched = False
+        self.found = ""
+
+    @property
+    def matched(self) -> bool:
+        """True if there was a stop string."""
+        return bool(self.found)
 
     def push(self, text: str) -> str:
-        """Adds a piece and returns the text that is certain now. Sets `matched` at a stop string."""
+        """Adds a piece and returns the text that is certain now. Sets `found` at a stop string."""
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            self.matched = True
-            self._held = ""
             end, start = min(ends)
+            self.found = text[start:end]
+            self._held = ""
             return text[: end if self._include else start]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from cpd.common import checkpoint_files
+from cpd.common.checkpoint_files import read_json
 from cpd.common.errors import CheckpointError
 from router.text.fair_threads import FairThreads
 from router.text.template import ChatTemplate, read_template
@@ -62,30 +62,9 @@ def load_text_files(model_dir: Path, served_name: str = "", threads: FairThreads
 
 
 def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Reads generation_config.json, else config.json, else the tokenizer's EOS, like transformers' `generate`."""
-    for file in ("generation_config.json", "config.json"):
-        match read_json(model_dir / file).get("eos_token_id"):
-            case int(token_id):
-                return (token_id,)
-            case [*token_ids] if token_ids:
-                return tuple(int(token_id) for token_id in token_ids)
+    """Reads the end-of-sequence tokens of the model's configuration, else that of the tokenizer."""
+    if found := checkpoint_files.eos_ids(model_dir):
+        return found
     text = special_tokens(tokenizer_config).get("eos_token")
-    found = tokenizer.token_id(text) if text is not None else None
-    return (found,) if found is not None else ()
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads the JSON object in `file`. Returns an empty one if there is no such file.
-
-    Raises:
-        CheckpointError: The file can't be read, or has no object.
-    """
-    try:
-        data = orjson.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} must hold a JSON object")
-    return data
+    token_id = tokenizer.token_id(text) if text is not None else None
+    return (token_id,) if token_id is not None else ()

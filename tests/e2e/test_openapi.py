@@ -25,10 +25,22 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize("keys", [[], ["secret"]], ids=["without-keys", "with-keys-and-no-key-sent"])
 def test_generated_requests_are_answered_as_declared(tmp_path: Path, keys: list[str]) -> None:
     with Cluster(
-        model=str(tiny.CHECKPOINT), served_model_name=MODEL, simulate="instant", prefill=1, combined=1, api_key=keys
+        model=str(tiny.CHECKPOINT),
+        served_model_name=MODEL,
+        simulate="instant",
+        prefill=1,
+        combined=1,
+        api_key=keys,
+        store_responses=60.0,
     ) as cluster:
         document = httpx.get(f"{cluster.url}/openapi.json").json()
-        for name in ("ChatRequest", "CompletionRequest"):  # most requests name the model, so that they go further
+        for name in (
+            "ChatRequest",
+            "CompletionRequest",
+            "ResponsesRequest",
+            "MessagesRequest",
+            "CountTokensRequest",
+        ):  # most requests name the model, so that they go further
             document["components"]["schemas"][name]["properties"]["model"] = {"const": MODEL}
         operations = [operation for path in document["paths"].values() for operation in path.values()]
         for operation in operations:

@@ -20,7 +20,7 @@ from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost
 from engine.batch import Batch, Sampled, SampleRow
 from engine.engine import Engine
 from engine.execution.executor import Split, StepResult
-from engine.types import CacheEvent, Finish, Output, Request, Reservation, SamplingParams, StepOutput
+from engine.types import CacheEvent, Finish, Output, Request, Reservation, SamplingParams, StepOutput, TokenLogprobs
 
 ROOT = b"0123456789abcdef"
 VOCAB = 40
@@ -436,6 +436,7 @@ class Served:
     token_ids: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
     cached_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def take(self, step: StepOutput) -> None:
@@ -452,6 +453,7 @@ class Served:
         if output.cached_tokens is not None:
             self.cached_tokens[key] = output.cached_tokens
         self.token_ids.setdefault(key, []).extend(output.token_ids)
+        self.logprobs.setdefault(key, []).extend(output.logprobs)
         if output.finish is not None:
             self.finish[key] = output.finish
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from cpd.common.blocks import extend_hashes
@@ -19,7 +20,8 @@ from engine.engine import Engine
 from engine.model.config import load_config
 from engine.scheduling import lookahead
 from engine.scheduling.plan import Plan
-from engine.types import Finish, Request, SamplingParams
+from engine.types import Finish, Request, SamplingParams, ThinkingBudget
+from tests.checkpoints import load_oracle
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import FakeRunner, Served, assert_all_released, drain, engine_of
 from tests.engine.fakes import make_request as make_fake_request
@@ -36,6 +38,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 PERSON = grammars.json_schema(SCHEMA)
+SENTENCE = "the grammar says all of this text, and nothing is left for the model to say, "
 
 
 class Model:
@@ -167,6 +170,74 @@ def test_an_output_may_end_where_the_grammar_goes_on_only_after_the_minimum(mode
     assert (len(served.token_ids["r", 0]), served.finish["r", 0]) == (8, Finish.STOP)
 
 
+def test_tokens_that_a_grammar_forces_need_no_step_of_their_own(model: Model) -> None:
+    engine, steps = model.engine(), 0
+    engine.add(model.request("r", grammars.regex(f"([ab]{SENTENCE}){{3}}")))
+    served = Served()
+    while engine.has_work:
+        served.take(engine.step())
+        steps += 1
+    tokens = served.token_ids["r", 0]
+    assert model.text(tokens).count(SENTENCE) == 3
+    assert steps < len(tokens) / 3
+    assert_all_released(engine)
+
+
+def test_forced_tokens_are_the_same_however_the_output_is_computed(model: Model) -> None:
+    """In a batch, preempted, with choices, and with log-probabilities, which come one token at a time."""
+    grammar = grammars.regex(f"([a-z]{SENTENCE}([a-z]{{2}}-)*)+")
+    requests = [model.request(f"r{i}", grammar, seed=i, max_tokens=90 + i, length=5 + 13 * i) for i in range(12)]
+    small, large = model.engine(num_pages=40), model.engine()
+    batch = serve(small, *requests)
+    assert small.stats().preemptions > 0
+    for request in requests:
+        alone = serve(large, request)
+        assert alone.token_ids[request.id, 0] == batch.token_ids[request.id, 0]
+        with_logprobs = replace(request, params=replace(request.params, top_logprobs=2))
+        served = serve(large, with_logprobs)
+        assert served.token_ids[request.id, 0] == alone.token_ids[request.id, 0]
+        assert len(served.logprobs[request.id, 0]) == len(served.token_ids[request.id, 0])
+    choices = serve(large, replace(requests[3], n=3))
+    assert choices.token_ids["r3", 0] == batch.token_ids["r3", 0]
+
+
+def test_documents_end_before_their_limit(model: Model) -> None:
+    """Also where strings would have no end, and whatever the limit is."""
+    schema = {"type": "object", "properties": {"texts": {"type": "array", "minItems": 2}, "name": {"type": "string"}}}
+    grammar = grammars.json_schema(schema | {"required": ["texts", "name"]})
+    requests = [model.request(f"r{i}", grammar, seed=i, max_tokens=40 + 3 * i) for i in range(16)]
+    served = serve(model.engine(), *requests)
+    for request in requests:
+        tokens = served.token_ids[request.id, 0]
+        assert served.finish[request.id, 0] is Finish.STOP
+        assert len(tokens) <= request.params.max_tokens
+        assert_valid(model.text(tokens), schema)
+
+
+def test_log_probabilities_of_an_ending_are_those_of_the_model(model: Model) -> None:
+    request = model.request("r", grammars.json_schema({"type": "array", "items": {"type": "string"}}), max_tokens=25)
+    plain = serve(model.engine(), request)
+    served = serve(model.engine(), replace(request, params=replace(request.params, top_logprobs=1)))
+    tokens = served.token_ids["r", 0]
+    assert (tokens, served.finish["r", 0]) == (plain.token_ids["r", 0], Finish.STOP)
+    with torch.inference_mode():
+        logits = load_oracle(model.directory)(input_ids=torch.tensor([[*request.token_ids, *tokens]])).logits[0]
+    of_model = torch.log_softmax(logits.float(), dim=-1)[len(request.token_ids) - 1 :]
+    for position, (token_id, scored) in enumerate(zip(tokens, served.logprobs["r", 0], strict=True)):
+        assert scored.logprob == pytest.approx(of_model[position, token_id].item(), abs=1e-3)
+
+
+def test_a_replay_within_a_forced_run_or_an_ending_goes_on_with_the_same_tokens(model: Model) -> None:
+    grammar = grammars.regex(f"([ab]{SENTENCE})+[a-z ]*")
+    request = model.request("r", grammar, seed=3, max_tokens=70)
+    whole = serve(model.engine(), request).token_ids["r", 0]
+    engine = model.engine()
+    for emitted in range(1, len(whole)):
+        tokens = [*request.token_ids, *whole[:emitted]]
+        replay = replace(request, token_ids=tokens, block_hashes=extend_hashes(request.hash_root, tokens))
+        assert serve(engine, replay).token_ids["r", 0] == whole[emitted:]
+
+
 def test_a_dead_end_fails_the_request_and_no_other(model: Model) -> None:
     """The only way on is a stop token of the client's, which may come only at the end."""
     brace = model.tokenizer.encode("{").ids[0]
@@ -210,3 +281,28 @@ def test_the_step_after_a_constrained_one_is_not_launched_ahead(model: Model) ->
         plan: Plan = engine.scheduler.schedule_decodes()
         assert bool(lookahead.overlapped_decodes(engine.scheduler, plan)) is ahead
         engine.abort(request.id)
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(0, False), (3, False), (100, True)])
+def test_a_step_in_which_reasoning_must_end_is_not_launched_ahead(model: Model, tokens: int, ahead: bool) -> None:
+    engine = model.engine()
+    engine.add(model.request("r", None, thinking_budget=ThinkingBudget(tokens, end_token=7)))
+    for _ in range(3):
+        engine.step()
+    assert bool(lookahead.overlapped_decodes(engine.scheduler, engine.scheduler.schedule_decodes())) is ahead
+    engine.abort("r")
+
+
+def test_reasoning_ends_after_its_budget_in_every_choice_and_after_a_replay(model: Model) -> None:
+    params: dict[str, Any] = {"max_tokens": 40, "thinking_budget": ThinkingBudget(12, end_token=7), "seed": 4}
+    for grammar in (None, grammars.ebnf("start: /[a-z ]*/ <[7]> /[a-z]{3,9}/")):
+        request = model.request("r", grammar, n=3, length=20, **params)
+        served = serve(model.engine(), request)
+        for choice in range(3):
+            assert served.token_ids["r", choice].index(7) == 12
+        whole = served.token_ids["r", 0]
+        for known in (11, 12, 13):
+            token_ids = [*request.token_ids, *whole[:known]]
+            hashes = extend_hashes(request.hash_root, token_ids)
+            replay = replace(request, n=1, token_ids=token_ids, block_hashes=hashes)
+            assert serve(model.engine(), replay).token_ids["r", 0] == whole[known:]

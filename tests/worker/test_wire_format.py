@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cpd.common.blocks import extend_hashes, hash_root
 from cpd.grammar.grammar import MAX_BYTES, Grammar, GrammarKind
 from cpd.rpc import cpd_pb2 as pb
-from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
+from engine.types import Finish, Output, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 from worker.wire_format import (
     InvalidRequestError,
     Limits,
@@ -57,6 +57,7 @@ def test_a_request_keeps_everything() -> None:
             "top_logprobs": 0,
             "stop_token_ids": [3, 99],
             "grammar": pb.Grammar(kind=pb.Grammar.KIND_REGEX, text="a+é"),
+            "thinking_budget": pb.ThinkingBudget(tokens=0, end_token=7, start_token=0),
         },
     )
     request = request_from_wire(message, "r", LIMITS, NOW)
@@ -73,6 +74,7 @@ def test_a_request_keeps_everything() -> None:
             max_tokens=8,
             stop_token_ids=frozenset({3, 99}),
             grammar=Grammar(GrammarKind.REGEX, "a+é"),
+            thinking_budget=ThinkingBudget(0, 7, 0),
         ),
         hash_root=ROOT,
         block_hashes=extend_hashes(ROOT, list(range(35))),
@@ -113,6 +115,7 @@ def test_stop_tokens_outside_the_vocabulary_are_dropped() -> None:
         ({"sampling": {"grammar": pb.Grammar(text="a")}}, "kind 0"),
         ({"sampling": {"grammar": pb.Grammar(kind=99, text="a")}}, "kind 99"),  # type: ignore[arg-type]
         ({"sampling": {"grammar": pb.Grammar(kind=pb.Grammar.KIND_EBNF, text="a" * (MAX_BYTES + 1))}}, "bytes"),
+        ({"sampling": {"thinking_budget": pb.ThinkingBudget(tokens=9, end_token=100)}}, "thinking_budget"),
         ({"token_ids": [], "prompt_len": 0}, "prompt_len"),
         ({"prompt_len": 0}, "prompt_len"),
         ({"prompt_len": 21}, "prompt_len"),
@@ -165,6 +168,8 @@ floats = st.floats(-2, 2, width=32)
         max_tokens=st.integers(1, 100),
         min_tokens=st.integers(0, 100),
         stop_token_ids=st.frozensets(st.integers(0, 99)),
+        thinking_budget=st.none()
+        | st.builds(ThinkingBudget, st.integers(0, 99), st.integers(0, 99), st.none() | st.integers(0, 99)),
     )
 )
 def test_sampling_parameters_survive_the_round_trip(params: SamplingParams) -> None:

@@ -3,7 +3,7 @@
 Order of operations:
 
     1. log-probabilities of the model's own distribution
-    2. repetition, presence and frequency penalties, logit bias, masks of `min_tokens` and grammars
+    2. repetition, presence and frequency penalties, logit bias, thinking budgets, masks of `min_tokens` and grammars
     3. temperature
     4. top-k, top-p, min-p, each on what the previous one left, as in vLLM
     5. the token with the largest logit + Gumbel noise: a draw from the softmax (the Gumbel-max trick)
@@ -42,6 +42,9 @@ TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """See `engine.ops.base.Ops.top_k`."""
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
+_CERTAIN = 1e9
+"""Added to a logit, it makes the token certain, unless a grammar masks it."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -53,13 +56,15 @@ class ChosenTokens:
         token_ids: int64 [R]
         with_logprobs: Rows that asked for log-probabilities. [L]
         tops: Number of alternatives that each of those rows asked for. [L]
-        logprobs: Log-probabilities of the chosen tokens [L], of the most likely ones [L, max(tops)], and the ids of the
-            latter. None if L is 0.
+        replacements: Tokens that may take the place of these rows' tokens; None: none will. [L]
+        logprobs: Log-probabilities of the chosen tokens and of their replacements [L, 2], of the most likely tokens
+            [L, max(tops)], and the ids of the latter. None if L is 0.
     """
 
     token_ids: Tensor
     with_logprobs: Sequence[int] = ()
     tops: Sequence[int] = ()
+    replacements: Sequence[int | None] = ()
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
     def to_host(self) -> Self:
@@ -70,17 +75,21 @@ class ChosenTokens:
 
         logprobs = None
         if self.logprobs is not None:
-            of_chosen, best, ids = self.logprobs
-            logprobs = copied(of_chosen), copied(best), copied(ids)
+            own, best, ids = self.logprobs
+            logprobs = copied(own), copied(best), copied(ids)
         return replace(self, token_ids=copied(self.token_ids), logprobs=logprobs)
 
     def read(self) -> list[Sampled]:
         """Returns the token of each row."""
         sampled = [Sampled(token_id) for token_id in self.token_ids.tolist()]
         if self.logprobs is not None:
-            of_chosen, best, ids = (tensor.tolist() for tensor in self.logprobs)
-            for row, top, own, values, tokens in zip(self.with_logprobs, self.tops, of_chosen, best, ids, strict=True):
-                sampled[row].logprobs = TokenLogprobs(own, list(zip(tokens[:top], values[:top], strict=True)))
+            of_own = (tensor.tolist() for tensor in self.logprobs)
+            of_rows = zip(self.with_logprobs, self.tops, self.replacements, *of_own, strict=True)
+            for row, top, replacement, (chosen, other), values, tokens in of_rows:
+                alternatives = list(zip(tokens[:top], values[:top], strict=True))
+                sampled[row].logprobs = TokenLogprobs(chosen, alternatives)
+                if replacement is not None:
+                    sampled[row].replacement = TokenLogprobs(other, alternatives)
         return sampled
 
 
@@ -125,8 +134,11 @@ class Sampler:
             return ChosenTokens(chosen)
         tops = [params[i].top_logprobs or 0 for i in with_logprobs]
         best = torch.topk(raw_logprobs, min(max(tops), self._vocab_size), dim=-1)
-        of_chosen = raw_logprobs.gather(1, _take(chosen, with_logprobs)[:, None]).flatten()
-        return ChosenTokens(chosen, with_logprobs, tops, (of_chosen, best.values, best.indices))
+        replacements = [None if c is None else c.replacement() for c in (rows[i].constraint for i in with_logprobs)]
+        own = torch.stack([_take(chosen, with_logprobs), _index([token or 0 for token in replacements], chosen)], dim=1)
+        return ChosenTokens(
+            chosen, with_logprobs, tops, replacements, (raw_logprobs.gather(1, own), best.values, best.indices)
+        )
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites float32 `logits`."""
@@ -243,8 +255,15 @@ def _adjusts(row: SampleRow) -> bool:
         or p.presence_penalty
         or p.frequency_penalty
         or p.logit_bias
+        or _must_end_thinking(row)
         or (p.min_tokens and row.constraint is None and _too_short(row))
     )
+
+
+def _must_end_thinking(row: SampleRow) -> bool:
+    """True if the next token must end the output's reasoning."""
+    budget = row.params.thinking_budget
+    return budget is not None and budget.must_end(row.tokens[row.prompt_len :])
 
 
 def _too_short(row: SampleRow) -> bool:
@@ -253,7 +272,8 @@ def _too_short(row: SampleRow) -> bool:
 
 
 def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Applies penalties, bias and the mask of `min_tokens` in place, touching only the tokens concerned. [R, V]"""
+    """Applies penalties, bias, thinking budgets and the mask of `min_tokens` in place, touching only the tokens
+    concerned. [R, V]"""
     scaled, shifted = _Entries(logits), _Entries(logits)
     for i, row in enumerate(rows):
         p = row.params
@@ -265,6 +285,8 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
             shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
         if p.logit_bias:
             shifted.add(i, list(p.logit_bias), list(p.logit_bias.values()))
+        if p.thinking_budget is not None and _must_end_thinking(row):
+            shifted.add(i, [p.thinking_budget.end_token], [_CERTAIN])
         if _too_short(row) and row.constraint is None:  # a constraint knows where the output can only end
             shifted.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
     flat = logits.view(-1)

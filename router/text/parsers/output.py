@@ -54,6 +54,27 @@ class OutputFormat:
         markers = TAGS[self.reasoning] if self.reasoning else ()
         return frozenset(markers + TOOL_PARSERS[self.tools].MARKERS if tools else markers)
 
+    def may_reason(self, prompt: str) -> bool:
+        """True if an output may have reasoning: a prompt with both tags at its end says that it should not.
+
+        Args:
+            prompt: The end of the prompt's text.
+        """
+        return bool(self.reasoning) and not prompt.rstrip(SPACE).endswith(TAGS[self.reasoning][1])
+
+    def reasoning_tokens(self, prompt: str, token_id: TokenId) -> tuple[int | None, int | None]:
+        """Returns the tokens that begin and end the reasoning of an output.
+
+        There is none that begins it if the prompt did, and none at all where a tag that the model writes is no token.
+
+        Args:
+            prompt: The end of the prompt's text.
+        """
+        begin, end = map(token_id, TAGS[self.reasoning])
+        if self.begins_inside(prompt):
+            return None, end
+        return (None, None) if begin is None else (begin, end)
+
     def begins_inside(self, prompt: str) -> bool:
         """True if an output begins within its reasoning.
 
@@ -78,7 +99,7 @@ class OutputFormat:
         return OutputParser(reasoning, parsers[self.tools](frozenset(tools)) if tools else None, parallel=parallel)
 
     def forced_calls(self, prompt: str, calls: CallRules) -> Grammar:
-        """Returns the grammar of outputs that are tool calls, behind the reasoning that the prompt began.
+        """Returns the grammar of outputs that are tool calls, behind the model's reasoning.
 
         Raises:
             GrammarError: A schema can't be used, or all of them are too large.
@@ -87,7 +108,7 @@ class OutputFormat:
         return grammar([f"start: {before} calls", *rules, *FORCED_PARSERS[self.tools].grammar(calls)])
 
     def answer_or_calls(self, prompt: str, answer: Grammar, calls: CallRules) -> Grammar | None:
-        """Returns the grammar of outputs that are an answer or calls, behind the reasoning that the prompt began.
+        """Returns the grammar of outputs that are an answer or calls, behind the model's reasoning.
 
         None if calls don't begin with a token, or `answer` has rules of its own.
 
@@ -120,16 +141,16 @@ class OutputFormat:
         )
 
     def behind_reasoning(self, prompt: str, answer: Grammar, token_id: TokenId) -> Grammar | None:
-        """Returns the grammar of outputs whose answer follows `answer`, behind the reasoning that the prompt began.
+        """Returns the grammar of outputs whose answer follows `answer`, behind the model's reasoning.
 
-        None if there is no such grammar: the prompt began none, or `answer` has rules of its own.
+        None if there is no such grammar: there is no reasoning, or `answer` has rules of its own.
 
         Raises:
             GrammarError: It is too large.
         """
-        if not self.begins_inside(prompt) or (content := expression(answer)) is None:
-            return None
         before, rules = self._before(prompt, token_id)
+        if not before or (content := expression(answer)) is None:
+            return None
         return grammar([f"start: {before} content", f"content: {content}", *rules])
 
     def _is_marked(self, calls: CallRules) -> bool:
@@ -138,10 +159,18 @@ class OutputFormat:
         return bool(opening) and calls.is_token(opening)
 
     def _before(self, prompt: str, token_id: TokenId) -> tuple[str, list[str]]:
-        """Returns the start of an output as an expression, and its rules."""
-        if not self.begins_inside(prompt):
+        """Returns what comes before the answer or the calls as an expression, and its rules; empty for nothing.
+
+        That is the rest of the reasoning that the prompt began, or reasoning as the model likes, if tokens mark it.
+        """
+        if not self.may_reason(prompt):
             return "", []
-        return "reasoning", reasoning_rules(TAGS[self.reasoning], token_id)
+        tags = TAGS[self.reasoning]
+        if self.begins_inside(prompt):
+            return "reasoning", reasoning_rules(tags, token_id)
+        if None in map(token_id, tags):
+            return "", []
+        return "reasoning?", reasoning_rules(tags, token_id, opened=False)
 
 
 def detect(template: str, tools: str = "auto", reasoning: str = "auto") -> OutputFormat:
@@ -195,6 +224,11 @@ class OutputParser:
         """Adds text and returns what is certain now."""
         events = self._reasoning.push(text) if self._reasoning is not None else [Content(text)]
         return self._filtered(self._with_calls(events))
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the text so far ends within the reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
 
     def flush(self, *, cut: bool) -> list[Event]:
         """Returns the rest, after the last text.

@@ -15,19 +15,21 @@ TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 """The tags around reasoning, by the parser's name."""
 
 
-def reasoning_rules(tags: tuple[str, str], token_id: Callable[[str], int | None]) -> list[str]:
-    """Returns the rules of `reasoning`: the rest of reasoning that the prompt began, with what follows its end.
+def reasoning_rules(tags: tuple[str, str], token_id: Callable[[str], int | None], *, opened: bool = True) -> list[str]:
+    """Returns the rules of `reasoning`, with what follows its end.
 
     Args:
         tags: Before and after the reasoning.
         token_id: Returns the id of a token of the tokenizer, None for a text that is no token.
+        opened: The prompt began it. Otherwise both tags must be tokens.
     """
-    close = tags[1]
-    line, close_id = literal("\n"), token_id(close)
+    open_id, close_id = map(token_id, tags)
+    line = literal("\n")
     space = f"{line}? {line}?"
     if close_id is None:
-        return [f"reasoning: thoughts {space}", f"thoughts[lazy]: {text_up_to(close)}"]
-    return [f"reasoning: THOUGHTS? {token(close_id)} {space}", f"THOUGHTS: {text_without(close)}"]
+        return [f"reasoning: thoughts {space}", f"thoughts[lazy]: {text_up_to(tags[1])}"]
+    start = "" if opened or open_id is None else token(open_id)
+    return [f"reasoning: {start} THOUGHTS? {token(close_id)} {space}", f"THOUGHTS: {text_without(tags[1])}"]
 
 
 class ReasoningParser:
@@ -61,6 +63,11 @@ class ReasoningParser:
             events.append(Content(self._text))
             self._text = ""
         return events
+
+    @property
+    def is_inside(self) -> bool:
+        """True if the text so far ends within the reasoning."""
+        return self._state == "inside"
 
     def flush(self) -> list[Event]:
         """Returns the rest, after the last text."""

@@ -29,6 +29,8 @@ ONE_WORKER = ["--model", "m", "--prefill", "0", "--combined", "1"]
         ),
         ("--tool_call_parser hermes --reasoning-parser none", "--tool-call-parser hermes --reasoning-parser none"),
         ("--served-model-name a=b", "--served-model-name a=b"),
+        ('--allowed-origins ["https://a.example","*"]', "--allowed-origins https://a.example,*"),
+        ('--allowed-origins * --allowed-methods ["*"] --allow-credentials', "--allowed-origins *"),
     ],
 )
 def test_flags_of_vllm_become_those_of_cpd_up(vllm: str, ours: str | Sequence[str]) -> None:
@@ -44,6 +46,7 @@ def test_flags_of_vllm_become_those_of_cpd_up(vllm: str, ours: str | Sequence[st
         ("--quantization awq", "quantised weights are not supported yet"),
         ("--chat-template x.jinja", "the model's own template is used"),
         ("--seed", "may be 0"),
+        ('--allowed-headers ["x-mine"]', "allowed-headers"),
     ],
 )
 def test_what_would_change_the_result_is_refused(vllm: str, message: str) -> None:
@@ -56,6 +59,7 @@ def test_every_flag_that_is_translated_to_exists() -> None:
     targets = {
         *serve.RENAMED.values(),
         *serve.OTHER_NAMES,
+        *serve.LISTS,
         "--sampling-defaults",
         *(part for part in ONE_WORKER if part.startswith("--")),
     }

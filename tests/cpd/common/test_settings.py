@@ -44,6 +44,11 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
     assert RouterSettings.load({}).api_key == ["four", "five"]
 
 
+def test_origins_are_schemes_and_hosts() -> None:
+    origins = ["https://app.example", "http://localhost:3000", "http://[::1]:8080", "*"]
+    assert RouterSettings.load({"allowed_origins": ",".join(origins)}).allowed_origins == origins
+
+
 def test_several_hosts_come_from_flags_the_environment_or_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -72,6 +77,10 @@ def test_several_hosts_come_from_flags_the_environment_or_the_file(
         ({"allowed_hosts": "llm.example,localhost:8000"}, "allowed-hosts: .*localhost:8000"),
         ({"allowed_hosts": "*.llm.example"}, "allowed-hosts: "),
         ({"allowed_hosts": "::1"}, "allowed-hosts: "),
+        ({"allowed_origins": "app.example"}, "allowed-origins: .*https://app.example.*app.example"),
+        ({"allowed_origins": "https://app.example/"}, "allowed-origins: .*without path"),
+        ({"allowed_origins": "https://*.app.example"}, "allowed-origins: "),
+        ({"store_responses": "-1"}, "store-responses: "),
         ({"no_such": "1"}, "there is no setting 'no-such'$"),
         ({"prefil": "1"}, "there is no setting 'prefil'; did you mean 'prefill'"),
     ],

@@ -27,7 +27,9 @@ class MixedScheduler(Scheduler):
     ) -> None:
         cache = KVCacheManager(BlockPool(num_pages), lambda source, target: None)
         most = min(max_num_seqs, token_budget)
-        super().__init__(cache, max_len=num_pages * 16, max_num_seqs=most, prefill_ms=prefill_ms)
+        super().__init__(
+            cache, max_len=num_pages * 16, max_num_seqs=most, max_tokens=token_budget, prefill_ms=prefill_ms
+        )
         self._token_budget = token_budget
 
     def schedule(self) -> Plan:

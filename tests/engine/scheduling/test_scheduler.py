@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from cpd.performance.colocation import BatchLimit, PrefillBudget
 from cpd.performance.model import Work
-from engine.scheduling.plan import build_batch
+from engine.scheduling.plan import MAX_DECODE_TOKENS, build_batch
 from engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import check_batch
 from tests.engine.scheduling.harness import MixedScheduler, add, composition, compute, create_scheduler, step
@@ -31,6 +31,31 @@ def test_a_chunk_of_one_token_goes_with_the_decodes() -> None:
     batch = build_batch(plan, scheduler.table)
     check_batch(batch, 64)
     assert [(row.row, row.position) for row in batch.samples] == [(16, 16)]
+
+
+def test_a_decode_with_forced_tokens_goes_before_an_older_prompt() -> None:
+    scheduler = create_scheduler(token_budget=32)
+    decoding = add(scheduler, 6, start=0, number=1)
+    assert step(scheduler) == [("1", 0, 6)]
+    decoding.first_token_sent = True
+    add(scheduler, 100, start=50, number=0)
+    assert step(scheduler) == [("1", 6, 1), ("0", 0, 31)]
+    scheduler.append(decoding, [1] * 5)
+    plan = scheduler.schedule()
+    assert composition(plan) == [("1", 7, 6), ("0", 31, 26)]
+    assert [chunk.num_samples for chunk in plan.chunks] == [1, 0]
+    check_batch(build_batch(plan, scheduler.table), 64)
+
+
+def test_forced_tokens_stay_within_the_tokens_of_a_step() -> None:
+    scheduler = create_scheduler(token_budget=32)
+    decoding = [add(scheduler, 4, start=10 * number, number=number) for number in range(3)]
+    assert len(step(scheduler)) == 3
+    for seq in decoding:
+        seq.first_token_sent = True
+        scheduler.append(seq, [1] * (MAX_DECODE_TOKENS - 1))
+    assert step(scheduler) == [("0", 4, 16), ("1", 4, 16)]
+    assert step(scheduler) == [("0", 20, 1), ("1", 20, 1), ("2", 4, 16)]
 
 
 def test_a_chunk_is_shorter_the_more_tokens_it_attends_to() -> None:

@@ -11,9 +11,21 @@ import httpx
 import orjson
 import pytest
 from fastapi.openapi.models import OpenAPI
+from pydantic import TypeAdapter
 
+from router.api.anthropic_messages.documents import MessageDocument
+from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
+from router.api.anthropic_messages.routes import MESSAGES_TYPES
+from router.api.openai_responses.documents import ResponseDocument
+from router.api.openai_responses.request import ResponsesRequest
+from router.api.openai_responses.routes import RESPONSES_TYPES
+from router.api.parse import parse_body
+from router.api.responses import ChatCompletion
 from router.api.schemas import ChatRequest, CompletionRequest, parse
+from router.api.strict_model import Body
 from router.errors import ApiError
+from tests.router.api.conftest import CALL, Start
+from tests.router.api.tool_models import MODEL
 from tests.router.conftest import Router, Says, StartRouter, StartWorker
 
 CHAT: dict[str, Any] = {"model": "small-model", "messages": [{"role": "user", "content": "Hello?"}]}
@@ -78,26 +90,106 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"unknown": 1},
     {"model": None},
 )
+RESPONSE_FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"input": [{"role": "user", "content": "x"}], "unknown": None},
+    {"input": [{"type": None, "role": "user", "content": [{"type": "input_text", "text": "x"}]}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    {"input": [{"type": "reasoning", "summary": []}, {"type": "function_call", "call_id": "c", "name": "f"}]},
+    {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1"}]},
+    {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]}]},
+    {"input": [{"type": "computer_call"}]},
+    {"input": ["x"]},
+    {"input": []},
+    {"input": 1},
+    {"tools": [{"type": "function", "name": "f", "parameters": None, "strict": None}]},
+    {"tools": [{"type": "web_search"}]},
+    {"tools": [{"name": "f"}]},
+    {"tool_choice": "auto"},
+    {"tool_choice": {"type": "function", "name": "f"}},
+    {"tool_choice": {"type": "mcp"}},
+    {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
+    {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"const": None}}}},
+    {"text": {"format": {"type": "json_schema", "name": "a"}}},
+    {"text": {"format": {"type": "xml"}}},
+    {"text": {"verbosity": "low"}},
+    {"reasoning": {"effort": "max", "summary": "auto"}},
+    {"reasoning": {"effort": "much"}},
+    {"background": False, "truncation": "disabled", "top_logprobs": 0, "user": 1},
+    {"background": True},
+    {"conversation": "x"},
+    {"metadata": {"a": "b"}},
+    {"metadata": {"a": 1}},
+    {"include": ["reasoning.encrypted_content"]},
+    {"include": ["other"]},
+    {"max_output_tokens": 0},
+    {"stream": True, "stream_options": {"include_obfuscation": True}},
+    {"model": None},
+)
+MESSAGE_FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_tokens": None},
+    {"messages": []},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "y"}}]}]},
+    {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}]}
+        ]
+    },
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": None}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    {"messages": [{"role": "tool", "content": "x"}]},
+    {"system": [{"type": "text", "text": "x"}]},
+    {"system": [{"type": "text", "text": "x", "citations": [1]}]},
+    {"tools": [{"name": "f", "input_schema": {"type": "object", "default": None}, "type": None}]},
+    {"tools": [{"name": "f"}]},
+    {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+    {"tool_choice": {"type": "all"}},
+    {"tool_choice": "any"},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    {"thinking": {"type": "between_tools"}},
+    {"output_config": {"effort": "max", "format": {"type": "json_schema", "schema": {}}}},
+    {"output_config": {"effort": "none"}},
+    {"stop_sequences": ["x"], "top_k": 5, "temperature": 1, "service_tier": 1, "speed": "standard"},
+    {"stop_sequences": [""]},
+    {"speed": "fast"},
+    {"context_management": {"edits": []}, "mcp_servers": []},
+    {"context_management": {}},
+    {"n": 1},
+)
 PROMPTS: tuple[Any, ...] = ("a", ["a", "b"], [1, 2], [[1, 2], [3]], [], [""], [[]], [1, "a"], [-1], 3, [1 << 31], None)
 
-METHODS = {
-    "/v1/chat/completions": "post",
-    "/v1/completions": "post",
-    "/tokenize": "post",
-    "/detokenize": "post",
-    "/v1/models": "get",
-    "/v1/models/{name}": "get",
-    "/livez": "get",
-    "/readyz": "get",
-    "/health": "get",
-    "/ping": "get",
-    "/version": "get",
-    "/metrics": "get",
-    "/metrics/targets": "get",
-    "/cluster": "get",
-    "/usage": "get",
-    "/requests/{request_id}": "get",
+METHODS: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("post",),
+    "/v1/completions": ("post",),
+    "/v1/responses": ("post",),
+    "/v1/responses/{response_id}": ("get", "delete"),
+    "/v1/messages": ("post",),
+    "/v1/messages/count_tokens": ("post",),
+    "/tokenize": ("post",),
+    "/detokenize": ("post",),
+    "/v1/models": ("get",),
+    "/v1/models/{name}": ("get",),
+    "/livez": ("get",),
+    "/readyz": ("get",),
+    "/health": ("get",),
+    "/ping": ("get",),
+    "/version": ("get",),
+    "/metrics": ("get",),
+    "/metrics/targets": ("get",),
+    "/cluster": ("get",),
+    "/usage": ("get",),
+    "/requests/{request_id}": ("get",),
 }
+
+MESSAGE: dict[str, Any] = {
+    "model": "small-model",
+    "max_tokens": 50,
+    "messages": [{"role": "user", "content": "Hello?"}],
+}
+RESPONSE: dict[str, Any] = {"model": "small-model", "input": "Hello?"}
 
 
 @pytest.fixture
@@ -132,11 +224,18 @@ def _fits(document: dict[str, Any], schema: dict[str, Any], value: Any, *, close
     return valid
 
 
-def _response(document: dict[str, Any], path: str, media_type: str, status: str = "200") -> dict[str, Any]:
-    schema: dict[str, Any] = document["paths"][path][METHODS[path]]["responses"][status]["content"][media_type][
-        "schema"
-    ]
+def _response(
+    document: dict[str, Any], path: str, media_type: str, status: str = "200", method: str = ""
+) -> dict[str, Any]:
+    operation = document["paths"][path][method or METHODS[path][0]]
+    schema: dict[str, Any] = operation["responses"][status]["content"][media_type]["schema"]
     return schema
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All paths with each of their operations."""
+    for path, item in document["paths"].items():
+        yield from ((path, item[method]) for method in METHODS[path])
 
 
 def _chunk(document: dict[str, Any], path: str) -> dict[str, Any]:
@@ -157,25 +256,26 @@ def _refs(value: Any) -> Iterator[str]:
 def test_it_is_valid_openapi_and_names_every_route(document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
     OpenAPI.model_validate(document)
-    assert {path: list(item) for path, item in document["paths"].items()} == {
-        path: [method] for path, method in METHODS.items()
-    }
+    assert {path: tuple(item) for path, item in document["paths"].items()} == METHODS
     schemas = document["components"]["schemas"]
     assert set(_refs(document)) <= {f"#/components/schemas/{name}" for name in schemas}
     assert "HTTPValidationError" not in schemas
-    operation_ids = [item[METHODS[path]]["operationId"] for path, item in document["paths"].items()]
+    operation_ids = [operation["operationId"] for _, operation in _operations(document)]
     assert len(set(operation_ids)) == len(operation_ids)
 
 
 def test_it_says_which_routes_need_a_key(document: dict[str, Any]) -> None:
-    assert document["components"]["securitySchemes"]["api_key"] == {"type": "http", "scheme": "bearer"}
-    assert document["security"] == [{"api_key": []}]
-    open_paths = {path for path, item in document["paths"].items() if item[METHODS[path]].get("security") == []}
+    assert document["components"]["securitySchemes"] == {
+        "api_key": {"type": "http", "scheme": "bearer"},
+        "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    assert document["security"] == [{"api_key": []}, {"x_api_key": []}]
+    open_paths = {path for path, operation in _operations(document) if operation.get("security") == []}
     assert open_paths == {"/livez", "/readyz", "/health", "/ping"}
-    for path, item in document["paths"].items():
-        responses = item[METHODS[path]]["responses"]
+    for path, operation in _operations(document):
+        responses = operation["responses"]
         assert ("401" in responses) == ("421" in responses) == (path not in open_paths)
-        assert ("415" in responses) == ("requestBody" in item[METHODS[path]])
+        assert ("415" in responses) == ("requestBody" in operation)
 
 
 async def test_without_keys_no_route_needs_one(start_router: StartRouter) -> None:
@@ -183,21 +283,54 @@ async def test_without_keys_no_route_needs_one(start_router: StartRouter) -> Non
     assert (await router.http.get("/openapi.json")).json()["security"] == []
 
 
-@pytest.mark.parametrize(("path", "kind"), [(CALLS[0][0], ChatRequest), (CALLS[1][0], CompletionRequest)])
-def test_every_field_of_a_request_is_listed(
-    document: dict[str, Any], path: str, kind: type[ChatRequest | CompletionRequest]
-) -> None:
-    operation = document["paths"][path]["post"]
-    ref = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-    listed = document["components"]["schemas"][ref.rpartition("/")[2]]["properties"]
-    assert listed.keys() > kind.model_fields.keys()
-    for name in listed.keys() & kind.model_fields.keys():
+def _listed(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """The fields of a path's body."""
+    ref = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    properties: dict[str, Any] = document["components"]["schemas"][ref.rpartition("/")[2]]["properties"]
+    return properties
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/chat/completions", ChatRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/v1/responses", ResponsesRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/messages/count_tokens", CountTokensRequest),
+    ],
+)
+def test_every_field_of_a_request_is_listed(document: dict[str, Any], path: str, kind: type[Body]) -> None:
+    listed = _listed(document, path)
+    assert listed.keys() == kind.model_fields.keys() | kind.HARMLESS | kind.PASSING.keys()
+    for name in kind.model_fields:
         assert listed[name]["description"].endswith("."), name
+
+
+@pytest.mark.parametrize("path", [path for path, _ in CALLS])
+def test_what_fields_without_effect_may_be_is_listed(document: dict[str, Any], path: str) -> None:
+    listed, operation = _listed(document, path), document["paths"][path]["post"]
     assert listed["user"]["description"].startswith("Accepted and ignored")
     assert listed["functions"]["enum"] == [[], None]
     assert "anyOf" in listed["priority"]
     assert "Extension" in listed["priority"]["description"]
     assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id", "x-request-timeout-ms"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "cases"),
+    [(ResponsesRequest, RESPONSE, RESPONSE_FIELDS), (MessagesRequest, MESSAGE, MESSAGE_FIELDS)],
+)
+def test_the_schemas_of_dialects_accept_the_same_as_the_router(
+    document: dict[str, Any], kind: type[Body], body: dict[str, Any], cases: tuple[dict[str, Any], ...]
+) -> None:
+    for fields in cases:
+        try:
+            parse_body(orjson.dumps(body | fields), kind)
+            taken = True
+        except ApiError:
+            taken = False
+        assert _fits(document, {"$ref": f"#/components/schemas/{kind.__name__}"}, body | fields) == taken, fields
 
 
 def test_the_schema_of_requests_accepts_the_same_as_the_router(document: dict[str, Any]) -> None:
@@ -235,12 +368,56 @@ async def test_responses_and_chunks_are_as_described(router: Router, document: d
                 assert _fits(document, _chunk(document, path), chunk, closed=True), event
 
 
+async def test_what_dialects_send_is_as_described(start: Start) -> None:
+    router = await start("hermes-tools", f"<think>Hm.</think>Let me look.\n{CALL}", store_responses=60)
+    document = (await router.http.get("/openapi.json")).json()
+    tool = {"name": "get_weather", "description": "x"}
+    message = MESSAGE | {"tools": [tool | {"input_schema": {"type": "object"}}]}
+    response = RESPONSE | {"tools": [tool | {"type": "function"}], "metadata": {"a": "b"}}
+    for path, body, limit in (
+        ("/v1/responses", response, "max_output_tokens"),
+        ("/v1/messages", message, "max_tokens"),
+    ):
+        for tokens in (60, 500):
+            asked = body | {"model": MODEL, limit: tokens}
+            whole = (await router.http.post(path, json=asked)).raise_for_status()
+            assert _fits(document, _response(document, path, "application/json"), whole.json(), closed=True), whole.text
+            headers = document["paths"][path]["post"]["responses"]["200"]["headers"]
+            assert {name for name in whole.headers if name.startswith("x-")} <= headers.keys()
+            stream = await router.http.post(path, json=asked | {"stream": True})
+            *events, rest = stream.text.split("\n\n")
+            assert rest == ""
+            for event in events:
+                data = json.loads(event.partition("\ndata: ")[2])
+                assert _fits(document, _chunk(document, path), data, closed=True), event
+        wrong = await router.http.post(path, json={})
+        assert _fits(document, _response(document, path, "application/json", "400"), wrong.json(), closed=True)
+    stored = (await router.http.post("/v1/responses", json=RESPONSE | {"model": MODEL})).json()
+    path = "/v1/responses/{response_id}"
+    for method in ("get", "delete", "get"):
+        answer = await router.http.request(method, f"/v1/responses/{stored['id']}")
+        schema = _response(document, path, "application/json", str(answer.status_code), method)
+        assert _fits(document, schema, answer.json(), closed=True), answer.text
+    counted = await router.http.post(
+        "/v1/messages/count_tokens", json={"model": MODEL, "messages": MESSAGE["messages"]}
+    )
+    schema = _response(document, "/v1/messages/count_tokens", "application/json")
+    assert _fits(document, schema, counted.raise_for_status().json(), closed=True)
+
+
+def test_types_of_one_name_are_the_same() -> None:
+    kinds = (*RESPONSES_TYPES, *MESSAGES_TYPES, ResponseDocument, MessageDocument, ChatRequest, ChatCompletion)
+    inputs: Any = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
+    _, schemas = TypeAdapter.json_schemas(inputs)
+    assert not [name for name in schemas["$defs"] if "__" in name]
+
+
 async def test_other_documents_are_as_described(router: Router, document: dict[str, Any]) -> None:
     await router.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
     for path, body in (("/tokenize", {"prompt": "a", "return_token_strs": True}), ("/detokenize", {"tokens": [1]})):
         answer = (await router.http.post(path, json=body)).raise_for_status().json()
         assert _fits(document, _response(document, path, "application/json"), answer, closed=True), path
-    for path in (path for path, method in METHODS.items() if method == "get" and path != "/metrics"):
+    for path in (path for path, methods in METHODS.items() if methods == ("get",) and path != "/metrics"):
         real = path.replace("{name}", "small-model").replace("{request_id}", "mine")
         answer = (await router.http.get(real)).raise_for_status().json()
         assert _fits(document, _response(document, path, "application/json"), answer, closed=True), path

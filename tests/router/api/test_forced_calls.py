@@ -6,7 +6,6 @@ The worker answers with a random text that the grammar of the request allows.
 import importlib
 import json
 import random
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from cpd.grammar.compiler import Vocabulary
 from cpd.grammar.grammar import Grammar, GrammarKind
 from cpd.rpc import cpd_pb2 as pb
-from tests.router.api.test_tools import MARKERS, MODEL, QUESTION
+from tests.router.api.tool_models import MARKERS, MODEL, QUESTION, make_tool_model
 from tests.router.conftest import Router, StartRouter, StartWorker
 from tests.router.fake_worker import Answer, FakeWorker, outputs
-from tests.router.text.test_template import TEMPLATES
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -49,14 +46,7 @@ def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path,
         template: str, *, grammars: bool = True, markers: tuple[str, ...] = MARKERS, **settings: Any
     ) -> tuple[Router, FakeWorker]:
         directory = tmp_path / MODEL
-        shutil.copytree(model_dir, directory, dirs_exist_ok=True)
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.add_special_tokens(list(markers))
-        tokenizer.save(str(directory / "tokenizer.json"))
-        source = next((path.read_text() for path in TEMPLATES if path.stem == template), template)
-        special = {"eos_token": "<|end|>", "bos_token": "<|start|>"}
-        (directory / "tokenizer_config.json").write_text(json.dumps(special | {"chat_template": source}))
-        end = tokenizer.encode("<|end|>").ids[0]
+        tokenizer, end = make_tool_model(model_dir, directory, template, markers)
         vocabulary = Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), [end])
 
         async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
@@ -189,7 +179,7 @@ async def test_the_answer_follows_its_grammar_behind_the_reasoning_that_the_prom
             reasonings.append(_reasoning(choice))
     assert any(reasonings)
     assert await _whole_and_streamed(router, extra_body={"guided_choice": ["yes"]})
-    assert worker.submits[-1].sampling.grammar.kind == pb.Grammar.KIND_CHOICE  # the prompt began no reasoning
+    assert "start: reasoning? content" in worker.submits[-1].sampling.grammar.text  # the prompt began none
 
 
 async def test_with_a_response_format_the_model_may_still_call_tools(start: Start) -> None:
@@ -209,7 +199,7 @@ async def test_with_a_response_format_the_model_may_still_call_tools(start: Star
     await router.client.chat.completions.create(**body, max_tokens=1)
     assert "uniqueItems" not in worker.submits[-1].sampling.grammar.text  # the tool is not strict
     await _whole_and_streamed(router, tools=STRICT, response_format=form, tool_choice="none")
-    assert worker.submits[-1].sampling.grammar.kind == pb.Grammar.KIND_JSON_SCHEMA
+    assert "calls" not in worker.submits[-1].sampling.grammar.text
 
 
 async def test_without_a_token_that_begins_calls_a_response_format_leaves_no_room_for_them(start: Start) -> None:

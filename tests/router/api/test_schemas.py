@@ -5,7 +5,8 @@ import pytest
 from pydantic import ValidationError
 
 from router.api.chat_messages import template_message, template_tool
-from router.api.schemas import MAX_PARTS, ChatRequest, CompletionRequest, parse
+from router.api.parse import MAX_PARTS
+from router.api.schemas import ChatRequest, CompletionRequest, parse
 from router.errors import ApiError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -76,6 +77,26 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
     }
     assert _chat(**harmless) == _chat()
     assert _text(echo=False, suffix="", best_of=2, n=2) == _text(n=2)
+
+
+def test_what_vllms_clients_send_and_asks_for_nothing_is_accepted() -> None:
+    nothing = {
+        "add_generation_prompt": True,
+        "bad_words": [],
+        "documents": [],
+        "include_reasoning": True,
+        "logits_processors": [],
+        "mm_processor_kwargs": {},
+        "return_tokens_as_token_ids": False,
+        "skip_special_tokens": True,
+        "truncate_prompt_tokens": None,
+    }
+    assert _chat(**nothing, add_special_tokens=False) == _chat()
+    assert _text(**nothing, add_special_tokens=True) == _text()
+    for kind, value in ((ChatRequest, True), (CompletionRequest, False)):
+        body = (CHAT if kind is ChatRequest else TEXT) | {"add_special_tokens": value}
+        with pytest.raises(ApiError, match="add_special_tokens"):
+            parse(orjson.dumps(body), kind, max_n=4)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +319,12 @@ def test_tools_and_calls_are_honoured() -> None:
     assert _chat(tools=[TOOL], tool_choice="none").offered_tools == ()
 
 
+def test_a_call_with_line_breaks_in_its_strings_may_come_back() -> None:
+    call = CALL | {"function": {"name": "f", "arguments": '{"a": "x\ny"}'}}
+    written = template_message(_chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0])
+    assert written["tool_calls"][0]["function"]["arguments"] == {"a": "x\ny"}
+
+
 def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> None:
     for names in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
         message = {"role": "assistant", "content": None, **dict.fromkeys(names, "I see.")}
@@ -349,6 +376,9 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
             for wrong, code in (
                 ("{", "invalid_value"),
                 ("[1]", "invalid_value"),
+                ('{"a": "x\ny", "b": NaN}', "invalid_value"),
+                ('{"a": "x\ny", "b": "\\ud800"}', "invalid_value"),
+                ('{"a": "x\n' + "[" * 5000, "invalid_value"),
                 ('{"a": "\\u0000"}', "invalid_value"),
                 ({}, "invalid_type"),
             )

@@ -4,7 +4,7 @@ import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.common.trust import ClusterSecret
-from router.api.tenants import KeyEntry, Keys, Tenant, read_keys
+from router.api.tenants import KeyEntry, Keys, Tenant, credentials, read_keys
 from router.errors import ApiError
 
 
@@ -18,6 +18,12 @@ def test_every_key_is_a_tenant_of_its_own() -> None:
     assert one.name != two.name
     assert one.salt != two.salt
     assert Keys(["one"]).tenant(b"Bearer one") == one
+
+
+def test_a_key_may_be_in_either_header() -> None:
+    assert credentials({b"x-api-key": b"one"}) == b"Bearer one"
+    assert credentials({b"authorization": b"Bearer one", b"x-api-key": b"two"}) == b"Bearer one"
+    assert credentials({}) == b""
 
 
 def test_a_tenants_name_and_salt_do_not_reveal_the_key() -> None:

@@ -1,26 +1,19 @@
 """Tools and reasoning, with the official client, a router on a socket and workers that answer known text."""
 
 import json
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from cpd.common.settings import ReasoningParserName, ToolCallParserName
-from cpd.rpc import cpd_pb2 as pb
 from router.api.respond import INLINE_TOKENS
 from router.text.parsers.output import TOOL_PARSERS
 from router.text.parsers.reasoning import TAGS
-from tests.router.conftest import Router, StartRouter, StartWorker
-from tests.router.fake_worker import Answer, FakeWorker, outputs
-from tests.router.text.test_template import TEMPLATES
+from tests.router.api.conftest import ARGUMENTS, CALL, NOW, Start
+from tests.router.api.tool_models import MODEL, QUESTION
+from tests.router.conftest import Router
 
-MODEL = "tool-model"
-QUESTION: Any = [{"role": "user", "content": "How is it?"}]
 TOOLS: Any = [
     {
         "type": "function",
@@ -28,42 +21,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now", "description": "The time"}},
 ]
-ARGUMENTS = '{"city": "Zürich",  "days": [1, 2]}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]")
-
-
-Start = Callable[..., Awaitable[Router]]
-
-
-@pytest.fixture
-def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path, tmp_path: Path) -> Start:
-    """`await start("template", "text", …)`: a router whose worker answers choice i with the i-th text, then EOS.
-
-    All markers are special tokens of the model.
-    """
-
-    async def make(template: str, *texts: str, **settings: Any) -> Router:
-        directory = tmp_path / MODEL
-        shutil.copytree(model_dir, directory, dirs_exist_ok=True)
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.add_special_tokens(list(MARKERS))
-        tokenizer.save(str(directory / "tokenizer.json"))
-        source = next((path.read_text() for path in TEMPLATES if path.stem == template), template)
-        special = {"eos_token": "<|end|>", "bos_token": "<|start|>"}
-        (directory / "tokenizer_config.json").write_text(json.dumps(special | {"chat_template": source}))
-        end = tokenizer.encode("<|end|>").ids[0]
-        replies = [[*tokenizer.encode(text).ids, end] for text in texts]
-
-        async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
-            for output in outputs(submit, replies):
-                yield output
-
-        worker: FakeWorker = await start_worker(script, hello={"max_model_len": 4096, "num_pages": 1000})
-        return await start_router(worker, model=str(directory), **settings)
-
-    return make
 
 
 async def _whole_and_streamed(router: Router, **asked: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from cpd.grammar.constraint import mask_of
 from engine.batch import SampleRow
 from engine.execution.sampling import sampler as sampler_module
 from engine.execution.sampling.sampler import Sampler
-from engine.types import SamplingParams
+from engine.types import SamplingParams, ThinkingBudget
 from tests.gumbel import gumbel_noise
 
 VOCAB = 61
@@ -279,6 +279,38 @@ class TestPenalties:
         assert self.greedy([1.0, 0.7, 0.0], [0, 0], 2, presence_penalty=2.0, frequency_penalty=2.0) == 0
 
 
+class TestThinkingBudget:
+    def next_after(self, output: list[int], budget: ThinkingBudget, **params: Any) -> int:
+        """The next token behind a prompt that has the token that ends reasoning, 4."""
+        r = row(tokens=[4, 4, *output], prompt_len=2, thinking_budget=budget, **params)
+        return sample(torch.tensor([[0.0, 9.0, 0.0, 0.0, -9.0, 0.0]]), r)[0]
+
+    @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 2.0, "top_k": 2}, {"min_p": 0.9}])
+    def test_reasoning_that_the_prompt_began_ends_after_it(self, params: dict[str, Any]) -> None:
+        budget = ThinkingBudget(3, end_token=4)
+        assert self.next_after([1, 1], budget, **params) != 4
+        assert self.next_after([1, 1, 1], budget, **params) == 4
+        assert self.next_after([], ThinkingBudget(0, end_token=4), **params) == 4
+
+    def test_reasoning_that_has_ended_is_over(self) -> None:
+        assert self.next_after([1, 4, 1], ThinkingBudget(3, end_token=4), temperature=0.0) == 1
+
+    def test_an_output_that_does_not_begin_with_the_first_token_does_not_reason(self) -> None:
+        budget = ThinkingBudget(2, end_token=4, start_token=3)
+        assert self.next_after([3, 1], budget, temperature=0.0) == 1
+        assert self.next_after([3, 1, 1], budget, temperature=0.0) == 4
+        assert self.next_after([1, 3, 1], budget, temperature=0.0) == 1
+        assert self.next_after([], ThinkingBudget(0, 4, 3), temperature=0.0) == 1
+
+    def test_where_a_grammar_forbids_the_end_it_comes_as_soon_as_it_may(self) -> None:
+        budget = ThinkingBudget(1, end_token=4)
+        logits = logits_of(3)
+        for output in ([1], [1, 1]):
+            known = {"tokens": [0, *output], "prompt_len": 1, "thinking_budget": budget}
+            assert sample(logits, constrained(Only(8), **known)) == [8]
+            assert sample(logits, constrained(Only(8, 4), **known)) == [4]
+
+
 class TestLogprobs:
     def test_are_of_the_models_own_distribution(self) -> None:
         logits = logits_of(5)
@@ -308,12 +340,16 @@ def test_tokens_can_be_read_after_copying_to_the_host() -> None:
 class Only:
     """A constraint that allows some tokens."""
 
-    def __init__(self, *tokens: int, at_the_end: int | None = None) -> None:
+    def __init__(self, *tokens: int, at_the_end: int | None = None, instead: int | None = None) -> None:
         self._tokens = tokens
+        self._instead = instead
         self._at_the_end = () if at_the_end is None else (at_the_end,)
 
     def mask(self, *, may_end: bool = True) -> npt.NDArray[np.int32]:
         return mask_of([*self._tokens, *(self._at_the_end if may_end else ())], VOCAB)
+
+    def replacement(self) -> int | None:
+        return self._instead
 
 
 def constrained(only: Any, **params: Any) -> SampleRow:
@@ -358,3 +394,15 @@ class TestGrammars:
         assert sampled.logprobs is not None
         assert sampled.logprobs.logprob == pytest.approx(float(own[11]), abs=1e-5)
         assert [token for token, _ in sampled.logprobs.top] == own.topk(2).indices.tolist()
+        assert sampled.replacement is None
+
+    def test_a_token_that_may_take_the_place_of_another_has_its_own_logprob(self) -> None:
+        logits = logits_of(4, rows=3)
+        rows = [constrained(Only(11, instead=9), top_logprobs=2), row(1), row(2, top_logprobs=1)]
+        first, _, last = Sampler(VOCAB).sample(logits.clone(), rows)
+        assert first.logprobs is not None
+        assert first.replacement is not None
+        assert first.token_id == 11
+        assert first.replacement.logprob == pytest.approx(float(torch.log_softmax(logits[0], dim=-1)[9]), abs=1e-5)
+        assert first.replacement.top == first.logprobs.top
+        assert last.replacement is None

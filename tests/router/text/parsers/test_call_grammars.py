@@ -108,7 +108,7 @@ def validate(calls: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("name", FORCED_PARSERS)
 def test_forced_calls_are_parsed_and_their_arguments_are_valid(name: str, kind: str) -> None:
     form, counts, called = OutputFormat(name), set[int](), set[str]()
-    for seed in range(12):
+    for seed in range(20):
         grammar = form.forced_calls("", rules(kind, many=seed >= 4))
         reasoning, content, calls = parse(form, walk(kind, grammar, seed), forced=True)
         assert (reasoning, content) == ("", "")
@@ -181,7 +181,28 @@ def test_a_grammar_begins_behind_the_reasoning_that_the_prompt_began(name: str, 
             assert not calls
             check_answer(content)
     assert form.behind_reasoning(prompt, grammars.ebnf('start: "a"'), token_id) is None
-    assert form.behind_reasoning("…", answers[0][0], token_id) is None
+    assert form.behind_reasoning(f"{prompt}{closing}\n\n", answers[0][0], token_id) is None  # it should not reason
+
+
+@pytest.mark.parametrize("kind", ["special", "added"])
+def test_a_model_may_reason_before_a_grammar_if_the_prompt_says_nothing(kind: str) -> None:
+    form, reasoned = OutputFormat("hermes", "think"), set[bool]()
+    for seed in range(12):
+        answer = grammars.json_schema(SCHEMAS["get_all"])
+        grammar = form.behind_reasoning("assistant\n", answer, tokenizer(kind).token_to_id)
+        assert grammar is not None
+        text = walk(kind, grammar, seed)
+        reasoning, content, calls = parse(form, text, "assistant\n", forced=False)
+        assert not calls
+        validate([("get_all", content)])
+        assert text.startswith("<think>") or not reasoning
+        reasoned.add(bool(reasoning))
+        forced = form.forced_calls("assistant\n", rules(kind))
+        validate(parse(form, walk(kind, forced, seed), "assistant\n", forced=True)[2])
+    assert reasoned == {True, False}
+    assert (
+        form.behind_reasoning("assistant\n", answer, tokenizer("text").token_to_id) is None
+    )  # its tags may be content
 
 
 def test_forced_calls_come_behind_the_reasoning() -> None:
