@@ -211,7 +211,7 @@ class _Coordination:
     async def _fetch_prefix(self, source: pb.PrefixSource, report: _CacheReport) -> None:
         if report.cached_tokens >= source.blocks * BLOCK_SIZE:
             return
-        fetch = self._make(PrefixFetch, source, report)
+        fetch = self._make(PrefixFetch, source, report, self._request.prefix_landed)
         outcome = await self._run_prefill(
             fetch, report, timeout_s=self._coordinator._context.settings.prefill_progress_s
         )
@@ -222,13 +222,18 @@ class _Coordination:
             log.info("no prefix from %s: %s", source.worker_id, outcome.reason, extra=self._request.log_fields)
 
     async def _prefill_by(self, candidate: pb.PrefillCandidate, report: _CacheReport) -> Outcome:
-        outcome = await self._run_prefill(self._make(RemotePrefill, candidate, report), report)
+        prefill = self._make(RemotePrefill, candidate, report, self._request.pages_landed)
+        outcome = await self._run_prefill(prefill, report)
         self._coordinator.remote_prefills[_OUTCOMES[outcome.status]] += 1
         self._request.send(outcome.ended)
         return outcome
 
     def _make(
-        self, kind: type[RemotePrefill], candidate: pb.PrefillCandidate | pb.PrefixSource, report: _CacheReport
+        self,
+        kind: type[RemotePrefill],
+        candidate: pb.PrefillCandidate | pb.PrefixSource,
+        report: _CacheReport,
+        on_landed: Callable[[pb.Landed], None],
     ) -> RemotePrefill:
         return kind(
             self._parts[0],
@@ -237,6 +242,7 @@ class _Coordination:
             context=self._coordinator._context,
             landings=self._coordinator._landings,
             on_first=self._request.send,
+            on_landed=on_landed,
             open_choices=lambda: self._request.open,
         )
 

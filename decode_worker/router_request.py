@@ -34,6 +34,7 @@ class RouterRequest:
         ended: Set when no choice is open.
         engine_ids: The names that the engine has, or may get, for it.
         prefix_worker: The worker that its first blocks were fetched from; empty if none.
+        fetched: The pages of these blocks; None if none.
         parking: The engine was told to park it, and nothing more is sent for it. Its choices stay open until they are
             aborted or resumed.
         pinned: While it is parked, the pins of its pages.
@@ -48,10 +49,12 @@ class RouterRequest:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]
         self.prefix_worker = ""
+        self.fetched: pb.Landed | None = None
         self.parking = False
         self.pinned: list[int] = []
         self._open = set(range(request.first_choice, request.first_choice + request.n))
         self._prefilled_sent: set[int] = set()
+        self._landed: pb.Landed | None = None  # not told to the router yet
 
     @property
     def open(self) -> Collection[int]:
@@ -74,17 +77,27 @@ class RouterRequest:
             if output.choice not in self._open:
                 continue
             if output.choice in self._prefilled_sent:
-                self.session.send_output(request, attempt, output)
+                landed, self._landed = self._landed, None
+                self.session.send_output(request, attempt, output, landed=landed)
             else:
                 self._prefilled_sent.add(output.choice)
                 here = pb.Prefilled(
                     cached_tokens=output.cached_tokens or 0,
                     queue_ms=output.queued_s * 1000,
                     prefix_worker=self.prefix_worker,
+                    fetched=self.fetched,
                 )
                 self.session.send_output(request, attempt, output, prefilled or here)
             if output.finish is not None:
                 self.close({output.choice})
+
+    def prefix_landed(self, landed: pb.Landed) -> None:
+        """Takes note of a prefix from another worker, to tell it with the first tokens."""
+        self.fetched = landed
+
+    def pages_landed(self, landed: pb.Landed) -> None:
+        """Takes note of the pages of a prefill worker, to tell it with the next tokens."""
+        self._landed = landed
 
     def refuse(
         self,

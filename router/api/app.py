@@ -24,7 +24,9 @@ from router.api.client_limit import ClientLimit
 from router.api.completions import Caller, CompletionService
 from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, converts, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
+from router.api.live import LiveResponse
 from router.api.models import Models
+from router.api.page import add_page
 from router.api.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -54,6 +56,8 @@ from router.api.tokenization import detokenize, tokenize
 from router.dispatch.dispatcher import RETRY_S
 from router.dispatch.roster import Roster
 from router.errors import ApiError, invalid, unavailable
+from router.operations.drains import Drains
+from router.operations.feed import ClusterFeed
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_view import PlannerView, planner_view
@@ -113,10 +117,15 @@ def create_app(
         exception_handlers=dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), on_error),
     )
     generating = _add_api(app, models) if peers is not None else {}
-    _add_operations(app, models, roster, metrics, peers, lifecycle)
+    overview = _add_operations(app, models, roster, metrics, peers, lifecycle)
     if peers is None:
         _add_drain(app, keys, lifecycle)
         _add_planner_view(app, models, keys)
+    else:
+        add_page(app, models, keys, roster.router_id)
+        _add_live(app, overview, keys, lifecycle)
+        workers = [one.workers for one in models.services]
+        _add_drains(app, Drains(roster, workers, peers, lifecycle, keys.admin_key), keys)
     complete(app, needs_key=keys.any)
     limits = TenantLimits(lambda: len(roster.routers))
     access = AccessLog(models.first.name if len(models.services) == 1 else "", metrics.activity)
@@ -206,6 +215,30 @@ def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
         return _json({"status": "draining"})
 
 
+def _add_live(app: FastAPI, overview: Overview, keys: Keys, lifecycle: Lifecycle) -> None:
+    """Adds the route by which the page follows the cluster."""
+    feed = ClusterFeed(overview, f"Bearer {keys.admin_key}".encode(), lifecycle.draining)
+
+    @app.get("/cluster/live", include_in_schema=False)
+    async def follow_cluster(request: Request) -> Response:
+        """The documents of `/cluster` as server-sent events, one a second at most."""
+        _tenant(request).check_admin()
+        if lifecycle.draining.is_set():
+            raise unavailable("The router drains.", RETRY_S)
+        return LiveResponse(feed)
+
+
+def _add_drains(app: FastAPI, drains: Drains, keys: Keys) -> None:
+    """Adds the route that drains any process of the cluster."""
+
+    @app.post("/cluster/drain", responses=returns(Draining, 400, 401, 403, 404, 421, 503))
+    async def drain_process(request: Request, name: Annotated[str, Query(min_length=1, max_length=253)]) -> Response:
+        """Starts to drain a worker or router: it takes nothing new, finishes what it has and ends for good."""
+        keys.check_operator(_authorization(request))
+        await drains.start(name, _authorization(request))
+        return _json({"status": "draining"})
+
+
 def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
     """Adds the route by which the planner sees what arrives."""
 
@@ -227,8 +260,8 @@ def _add_operations(
     metrics: RouterMetrics,
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
-) -> None:
-    """Adds the routes for operators."""
+) -> Overview:
+    """Adds the routes for operators. Returns what answers them."""
     served = [Served(one.name, one.aliases, one.workers, one.dispatcher.decisions) for one in models.services]
     overview = Overview(
         roster, served, peers, metrics.usage.tenants, cluster=models.first.settings.cluster, ready=lambda: models.ready
@@ -284,8 +317,10 @@ def _add_operations(
     @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404, 421))
     async def get_placements(request: Request, request_id: str) -> Response:
         """Shows where a recent request of the caller went, by its `x-request-id`."""
-        tenant = _tenant(request).name
-        return _json(await overview.placements(tenant, _authorization(request), request_id))
+        tenant, sent = _tenant(request), _authorization(request)
+        return _json(await overview.placements(tenant.name, sent, request_id, internals=tenant.admin))
+
+    return overview
 
 
 def _caller(request: Request) -> Caller:

@@ -59,6 +59,7 @@ class Caller:
         started: Loop time at which the request's head was read.
         admission: Counts what the call uses of its tenant's limits.
         needed_at: Loop time after which the caller has no use for a first token.
+        ticks: The caller wants to know the time of each token afterwards.
     """
 
     tenant: Tenant
@@ -66,6 +67,7 @@ class Caller:
     started: float
     admission: Admission
     needed_at: float = inf
+    ticks: bool = False
 
 
 class CompletionService:
@@ -283,6 +285,7 @@ class CompletionService:
                 priority=-request.priority,
                 received=caller.started,
                 needed_at=caller.needed_at,
+                ticks=caller.ticks,
             )
             for position, prompt in enumerate(prompts)
         ]

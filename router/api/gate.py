@@ -16,6 +16,7 @@ from router.api.body import ClientGoneError
 from router.api.client_limit import ClientLimit
 from router.api.completions import Caller
 from router.api.connection import connection_of
+from router.api.page import PAGE_FILES
 from router.api.respond import CompletionResponse
 from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
@@ -28,6 +29,9 @@ _OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/docs", "/ope
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 """With a generating call: the time from its arrival for which a first token is of use to the client."""
+
+TICKS_HEADER = b"x-cpd-ticks"
+"""With a generating call: if it is `1`, `GET /requests/{id}` has the time of each token."""
 
 _MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
 
@@ -100,9 +104,11 @@ class Gate:
         try:
             if len(headers) < len(scope["headers"]):
                 _check_repeated(scope["headers"])
-            if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
+            path = scope["path"]
+            if path not in _OPEN_PATHS and not path.startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
-                tenant = self._keys.tenant(headers.get(b"authorization", b""))
+                if path != "/" and not path.startswith(PAGE_FILES):  # the page asks for the key
+                    tenant = self._keys.tenant(headers.get(b"authorization", b""))
             if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
                 self._clients.open(named)
                 client = named
@@ -113,7 +119,8 @@ class Gate:
                 await self._app(scope, receive, send_with_id)
                 return
             admission = self._limits.admit(tenant, now)
-            caller = Caller(tenant, request_id.decode(), now, admission, now + _timeout_s(headers))
+            ticks = headers.get(TICKS_HEADER) == b"1"
+            caller = Caller(tenant, request_id.decode(), now, admission, now + _timeout_s(headers), ticks)
             scope["state"]["caller"] = caller
             response = await self._generating[scope["path"]](Request(scope, receive))
             admission.release_body()

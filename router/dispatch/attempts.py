@@ -6,6 +6,7 @@ tokens. `dispatcher.py` decides when; this module keeps the records.
 """
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -80,6 +81,7 @@ class RoutedRequest:
         priority: Higher goes first.
         received: Loop time at which the request came.
         needed_at: Loop time after which the client has no use for a first token.
+        ticks: The times of its outputs are remembered for `GET /requests/{id}`.
         load_class: Its class in what the planner measures; None before the first placement.
         outputs: Tokens of each choice so far.
         started: Some choice has output.
@@ -98,6 +100,7 @@ class RoutedRequest:
     priority: int
     received: float
     needed_at: float = inf
+    ticks: bool = False
     load_class: RequestClass | None = field(init=False, default=None)
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
@@ -273,7 +276,16 @@ class Attempt:
         prefill.worker_load.prompt_sent(self.id, placement.chosen.cost.prefill_ms, now)
         request, choice = self.request, min(self.choices)
         self.decision = Decision(
-            request.tenant, request.trace_id, placement, request.prompt_len, self.number, choice, placed_at=now
+            request.tenant,
+            request.trace_id,
+            placement,
+            request.prompt_len,
+            self.number,
+            choice,
+            received=request.received,
+            placed_at=now,
+            streams=placement.decode.decodes,
+            ticks=array("f") if request.ticks else None,
         )
         return self.decision
 
@@ -296,6 +308,10 @@ class Attempt:
             raise ProtocolError(f"it reported a queue time of {prefilled.queue_ms} ms")
         if prefilled.cached_tokens > request.prompt_len + len(known):
             raise ProtocolError(f"it reported {prefilled.cached_tokens} cached tokens of a shorter prompt")
+        if output.HasField("landed"):
+            _check_landed(output.landed)
+        if prefilled.HasField("fetched"):
+            _check_landed(prefilled.fetched)
         if not (prefilled.prefill_worker.isascii() and prefilled.prefill_worker.isprintable()):  # a response header
             raise ProtocolError(f"it reported a prefill worker {prefilled.prefill_worker!r}")
         scores = output.logprobs
@@ -307,24 +323,24 @@ class Attempt:
             if not all(logprob < inf for logprob in (score.logprob, *score.top_logprobs)):
                 raise ProtocolError("it sent log-probabilities that are not numbers")
 
-    def on_output(self, choice: int, prefilled: pb.Prefilled, now: float, learning: Learning) -> None:
-        """Records that tokens of a choice have arrived, and learns from them.
-
-        Args:
-            prefilled: Describes the prefill, with the first tokens.
-        """
+    def on_output(self, output: pb.Output, now: float, learning: Learning) -> None:
+        """Records that tokens of a choice have arrived, and learns from them."""
         self.deadline = None
         decision, computed_by = self.decision, self.prefill_session
         if decision is None:
             return
         if computed_by is not None:
+            prefilled = output.prefilled
             decision.prefilled.CopyFrom(prefilled)
             as_planned = (prefilled.prefill_worker or decision.placement.decode.worker_id) == computed_by.id
             if as_planned and self.parked is None and computed_by.worker_load is not None:
                 placement, actual_ms = decision.placement, (now - decision.placed_at) * 1e3
                 learning.first_token(computed_by.worker_load.errors, placement, actual_ms, now)
             self._prompt_computed()
-        if decision.choice == choice:
+        if output.HasField("landed"):
+            decision.landed = pb.Landed()
+            decision.landed.CopyFrom(output.landed)
+        if decision.choice == output.choice:
             decision.on_output(now)
 
     def crashed(self, worker_id: str, now: float) -> None:
@@ -342,7 +358,7 @@ class Attempt:
         """Records that the attempt no longer runs on a worker."""
         self._prompt_computed()
         if self.decision is not None:
-            self.decision.outcome = outcome
+            self.decision.end(outcome, asyncio.get_running_loop().time())
             self.decision = None
         if self.session is not None and self.session.worker_load is not None:
             self.session.worker_load.sequences_ended(len(self.choices))
@@ -352,3 +368,8 @@ class Attempt:
         if self.prefill_session is not None and self.prefill_session.worker_load is not None:
             self.prefill_session.worker_load.prompt_answered(self.id)
         self.prefill_session = None
+
+
+def _check_landed(landed: pb.Landed) -> None:
+    if not 0 <= landed.waited_ms <= MAX_MS:
+        raise ProtocolError(f"it reported pages that came after {landed.waited_ms} ms")

@@ -38,6 +38,7 @@ from router.dispatch.loop_slices import LoopSlices
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.errors import ApiError, crashes_workers, failed, one_line, too_many, unavailable, waits_too_long
+from router.events import EventKind
 from router.placement.decisions import Decisions
 from router.placement.moves import Move, Moves, Stream
 from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
@@ -236,7 +237,10 @@ class Dispatcher:
                 attempt.parked = None  # its pages are gone
         if crashed:
             self._crashed(session)
-        for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
+        affected = [attempt for attempt in self._attempts.values() if attempt.session is session]
+        kind: EventKind = "crashed" if crashed else "left" if session.drained else "lost"
+        self._workers.events.add(kind, session.id, session.reason, len(affected))
+        for attempt in affected:
             if attempt.id not in self._attempts:
                 continue  # another attempt of its request has failed
             attempt.detach("worker lost")
@@ -264,6 +268,8 @@ class Dispatcher:
             crashes = max((attempt.crashes for attempt in present if attempt.request is request), key=len)
             log.warning("the request is given up: it crashed workers %s", ", ".join(crashes), extra=request.log_fields)
             self._metrics.convictions.inc()
+            given_up = f"a request is given up: it crashed workers {', '.join(crashes)}"
+            self._workers.events.add("request_crashes_workers", session.id, given_up, 1)
             self._convictions.add(request.digest, now)
             message = f"{len(crashes)} workers crashed while running this request, so it is not tried again."
             self._fail(request, crashes_workers(f"{message} Tell the operator of this server its request id."))
@@ -293,7 +299,7 @@ class Dispatcher:
         request, index, prefilled, token_ids = attempt.request, output.choice, output.prefilled, output.token_ids
         choice, loop = request.choices[index], asyncio.get_running_loop()
         now = loop.time()
-        attempt.on_output(index, prefilled, now, self._learning)
+        attempt.on_output(output, now, self._learning)
         if attempt.parked is not None:
             self._moved(attempt)
         if attempt.crashes:

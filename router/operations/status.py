@@ -1,10 +1,10 @@
 """The document of `GET /cluster`."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar, cast
 
-import orjson
 from typing_extensions import TypedDict
 
 from cpd.common.membership import Member
@@ -13,11 +13,14 @@ from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.roster import Roster
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
-from router.operations.peer_routers import PeerAnswer
+from router.events import Event
 from router.operations.worker_metrics import pages
 from router.placement.decisions import Decisions
 
 T = TypeVar("T")
+
+WORKERS_AT_ONCE = 25
+"""Workers described before the event loop's other tasks run: about half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class WorkerInfo(TypedDict):
     num_pages: int
     page_bytes: int
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     token_budget: int
     colocate: str | None
@@ -151,6 +155,24 @@ class ModelStatus(TypedDict):
     max_model_len: int | None
 
 
+class Waiting(TypedDict):
+    """Requests that wait for their first token, by the workers chosen for them.
+
+    `prefill` is empty if `decode` computes the prompts, and `prefix_source` if no prefix is fetched.
+    """
+
+    decode: str
+    prefill: str
+    prefix_source: str
+    requests: int
+
+
+class RouterEvent(Event):
+    """Something that happened to a worker, as a router saw it."""
+
+    router: str
+
+
 class ClusterStatus(TypedDict):
     """The state of the cluster.
 
@@ -159,6 +181,8 @@ class ClusterStatus(TypedDict):
     predictions for all of them are mostly right.
 
     `plan` is the last decision of the planner; null without one in the last hour. `planner` says whether one is alive.
+
+    `waiting` has the requests without a first token. `events` has what has happened to workers lately, oldest first.
     """
 
     cluster: str
@@ -172,12 +196,19 @@ class ClusterStatus(TypedDict):
     routers: list[RouterStatus]
     planner: bool
     plan: PlanReport | None
+    waiting: list[Waiting]
+    events: list[RouterEvent]
 
 
-def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, ready: bool) -> ClusterStatus:
-    """Returns the cluster as this router, which is `ready` or not, sees it."""
-    described = [_model(one) for one in models]
-    workers = [_worker(session, roster.router_id, one) for one in models for session in one.workers.sessions]
+async def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, ready: bool) -> ClusterStatus:
+    """Returns the cluster as this router, which is `ready` or not, sees it. Other tasks run in between."""
+    described = [model_status(one) for one in models]
+    workers: list[WorkerStatus] = []
+    for one in models:
+        for session in one.workers.sessions:
+            workers.append(_worker(session, roster.router_id, one))
+            if len(workers) % WORKERS_AT_ONCE == 0:
+                await asyncio.sleep(0)
     return {
         "cluster": cluster,
         "model": described[0]["name"],
@@ -190,10 +221,13 @@ def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, re
         "routers": [_router(member) for member in roster.routers],
         "planner": roster.plans,
         "plan": roster.plan,
+        "waiting": _waiting(models),
+        "events": _events(roster.router_id, models),
     }
 
 
-def _model(served: Served) -> ModelStatus:
+def model_status(served: Served) -> ModelStatus:
+    """Returns the state of a model."""
     workers = served.workers
     return {
         "name": served.name,
@@ -210,20 +244,47 @@ def _router(member: Member) -> RouterStatus:
     return cast(RouterStatus, described | {"ready": False, "trusted": None, "error": None})
 
 
-def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]) -> ClusterStatus:
-    """Merges the answers of the other routers into `own`."""
-    seen: dict[str, ClusterStatus] = {answer.router_id: orjson.loads(answer.body) for answer in answers if answer.ok}
-    seen[router_id] = own
-    errors = {answer.router_id: answer.error for answer in answers if not answer.ok}
+def _waiting(models: Sequence[Served]) -> list[Waiting]:
+    ways = [way for one in models for way in one.decisions.on_the_way().items()]
+    return [
+        {"decode": decode, "prefill": prefill, "prefix_source": source, "requests": requests}
+        for (prefill, decode, source), requests in ways
+    ]
+
+
+def _events(router_id: str, models: Sequence[Served]) -> list[RouterEvent]:
+    return _in_order([{**event, "router": router_id} for one in models for event in one.workers.events.latest()])
+
+
+def _in_order(events: Iterable[RouterEvent]) -> list[RouterEvent]:
+    return sorted(events, key=lambda event: event["at"])
+
+
+def with_peers(
+    own: ClusterStatus, router_id: str, peers: Mapping[str, ClusterStatus], errors: Mapping[str, str]
+) -> ClusterStatus:
+    """Merges what the other routers see into `own`.
+
+    Args:
+        peers: The answers of the others, by router.
+        errors: Why the rest did not answer.
+    """
+    seen = {**peers, router_id: own}
     workers = {worker["id"]: worker for worker in own["workers"]}
-    for status in seen.values():
+    for status in peers.values():
         for worker in status["workers"]:
-            workers.setdefault(worker["id"], worker)["routers"].update(worker["routers"])
+            if worker["id"] not in workers:
+                workers[worker["id"]] = {**worker, "routers": {}}
+            workers[worker["id"]]["routers"].update(worker["routers"])
     for router in own["routers"]:
         router["ready"] = router["id"] in seen and seen[router["id"]]["ready"]
         router["trusted"] = seen[router["id"]]["trusted"] if router["id"] in seen else None
         router["error"] = errors.get(router["id"])
     own["workers"] = [workers[worker_id] for worker_id in sorted(workers)]
+    for status in peers.values():
+        own["waiting"] += status.get("waiting", [])  # a router of an older version does not tell them
+        own["events"] += status.get("events", [])
+    own["events"] = _in_order(own["events"])
     return own
 
 

@@ -95,6 +95,8 @@ METHODS = {
     "/metrics": "get",
     "/metrics/targets": "get",
     "/cluster": "get",
+    "/cluster/drain": "post",
+    "/session": "get",
     "/usage": "get",
     "/requests/{request_id}": "get",
 }
@@ -197,7 +199,8 @@ def test_every_field_of_a_request_is_listed(
     assert listed["functions"]["enum"] == [[], None]
     assert "anyOf" in listed["priority"]
     assert "Extension" in listed["priority"]["description"]
-    assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id", "x-request-timeout-ms"}
+    names = {parameter["name"] for parameter in operation["parameters"]}
+    assert names == {"x-request-id", "x-request-timeout-ms", "x-cpd-ticks"}
 
 
 def test_the_schema_of_requests_accepts_the_same_as_the_router(document: dict[str, Any]) -> None:
