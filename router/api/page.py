@@ -76,7 +76,7 @@ class Session(TypedDict):
 
 def add_page(app: FastAPI, models: Models, keys: Keys, router_id: str) -> None:
     """Adds the page's files and `GET /session`."""
-    known = page_files()
+    known = page_files(needs_key=keys.any)
 
     @app.get("/", include_in_schema=False)
     async def start(request: Request) -> Response:

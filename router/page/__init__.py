@@ -31,12 +31,18 @@ class PageFile:
     etag: str
 
 
-def page_files() -> Mapping[str, PageFile]:
-    """Reads all files of the page, by name."""
+def page_files(*, needs_key: bool) -> Mapping[str, PageFile]:
+    """Reads all files of the page, by name.
+
+    Args:
+        needs_key: The page must ask for a key before anything else.
+    """
     read: dict[str, PageFile] = {}
     for entry in files(__name__).joinpath("static").iterdir():
         media_type = _TYPES.get(entry.name.rpartition(".")[2])
         if media_type is not None:
             content = entry.read_bytes()
+            if needs_key:
+                content = content.replace(b'data-keys="no"', b'data-keys="yes"')
             read[entry.name] = PageFile(content, media_type, f'"{blake2b(content, digest_size=8).hexdigest()}"')
     return read
