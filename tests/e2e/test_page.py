@@ -104,10 +104,10 @@ class TestChat:
         expect(told).to_contain_text(re.compile(r"The prompt was sent to prefill-0: [\d,]+ uncached tokens of [\d,]+"))
         expect(told).to_contain_text("KV pages")
         expect(told).to_contain_text("The first token was predicted after")
-        phases = answer.get_by_role("region", name="Phases")
+        phases = answer.get_by_role("group", name="Phases")
         expect(phases.get_by_role("row", name=re.compile("^prefill prefill-0"))).to_be_visible()
         expect(phases.get_by_role("row", name=re.compile("^decode combined-"))).to_be_visible()
-        options = answer.get_by_role("region", name="What each way was predicted to cost")
+        options = answer.get_by_role("group", name="What each way was predicted to cost")
         expect(options.get_by_role("row", name=re.compile(r"\(chosen\)"))).to_have_count(1)
         assert options.get_by_role("row").count() >= 3
 
@@ -160,7 +160,7 @@ class TestChat:
         page.get_by_role("button", name="New chat").click()
         ask(page, "The second one")
         page.reload()
-        kept = page.get_by_role("complementary", name="Conversations")
+        kept = page.get_by_role("region", name="Conversations")
         kept.get_by_role("button", name="The first one", exact=True).click()
         expect(page.locator("li.user .plain")).to_have_text("The first one")
         expect(page.locator("li.assistant .time-line")).to_be_visible()
@@ -304,7 +304,7 @@ class TestSizesAndColours:
             answer.get_by_text("Why it took this long").click()
             assert overflow(page) == 0
             page.get_by_role("button", name="Conversations", exact=True).click()
-            kept = page.get_by_role("complementary", name="Conversations")
+            kept = page.get_by_role("region", name="Conversations")
             expect(kept.get_by_role("button", name="New chat")).to_be_in_viewport()
             page.keyboard.press("Escape")
             expect(kept).to_be_hidden()
@@ -468,7 +468,7 @@ class TestKeys:
         answer.get_by_text("Why it took this long").click()
         expect(answer.locator(".told")).to_contain_text("computed the prompt")
         expect(answer.locator(".told")).to_contain_text("The first token was predicted after")
-        assert answer.get_by_role("region", name="What each way was predicted to cost").count() == 0
+        assert answer.get_by_role("group", name="What each way was predicted to cost").count() == 0
 
     def test_the_key_is_kept_for_this_tab_only(self, guarded: BrowserContext) -> None:
         page = guarded.new_page()
@@ -497,7 +497,7 @@ class TestKeys:
             ask(tabs[tenant], f"I am {tenant}")
         for tenant, foreign in (("user", "other"), ("other", "user")):
             tabs[tenant].reload()
-            kept = tabs[tenant].get_by_role("complementary", name="Conversations")
+            kept = tabs[tenant].get_by_role("region", name="Conversations")
             expect(kept.get_by_role("button", name=f"I am {tenant}", exact=True)).to_be_visible()
             assert kept.get_by_role("button", name=f"I am {foreign}").count() == 0
 

@@ -62,7 +62,7 @@ export class Chat {
   #build() {
     this.list = h("ul", { class: "conversations" });
     this.sidebar = h(
-      "aside",
+      "section",
       { class: "sidebar", id: "sidebar", "aria-label": "Conversations", onkeydown: (event) => event.key === "Escape" && this.#openSidebar(false) },
       h("div", { class: "row" }, h("button", { type: "button", class: "new-chat", onclick: () => this.#new() }, icon("plus"), "New chat"), iconButton("close", "Close conversations", () => this.#openSidebar(false), { class: "icon-button only-narrow" })),
       this.list,
@@ -76,7 +76,7 @@ export class Chat {
     this.model = h("select", { id: "model", onchange: () => this.#changeModel() });
     this.settings = settingsPanel(() => this.#keep(this.conversation));
     this.settingsPane = h(
-      "aside",
+      "section",
       { class: "settings", id: "settings", "aria-label": "Settings of this conversation", hidden: true, onkeydown: (event) => event.key === "Escape" && this.#openSettings(false) },
       h("div", { class: "row spread" }, h("h2", { text: "Settings" }), iconButton("close", "Close settings", () => this.#openSettings(false))),
       this.settings.element,
@@ -84,7 +84,7 @@ export class Chat {
     this.sidebarButton = iconButton("menu", "Conversations", () => this.#openSidebar(true), { class: "icon-button only-narrow", "aria-expanded": "false", "aria-controls": "sidebar" });
     this.settingsButton = h("button", { type: "button", class: "with-icon", "aria-expanded": "false", "aria-controls": "settings", onclick: () => this.#openSettings(this.settingsPane.hidden) }, icon("sliders"), "Settings");
     this.messages = h("ol", { class: "messages" });
-    this.empty = h("div", { class: "empty" }, h("h1", { text: "What shall the model answer?" }), h("p", { text: "Under each answer you will see where its time went: queue, prefill, the way of its KV pages, and each token." }));
+    this.empty = h("div", { class: "empty" }, h("h2", { text: "What shall the model answer?" }), h("p", { text: "Under each answer you will see where its time went: queue, prefill, the way of its KV pages, and each token." }));
     this.thread = h("div", { class: "thread", tabindex: "-1", onscroll: () => this.#scrolled() }, this.empty, this.messages);
     this.toEnd = h("button", { type: "button", class: "to-end", hidden: true, onclick: () => this.#scrollToEnd() }, icon("chevronDown"), "To the end");
     this.input = h("textarea", { id: "message", rows: 1, placeholder: "Message", oninput: () => this.#typed(), onkeydown: (event) => this.#keyInInput(event) });
@@ -105,6 +105,7 @@ export class Chat {
     this.element = h(
       "div",
       { class: "chat" },
+      h("h1", { class: "visually-hidden", text: "Chat" }),
       this.sidebar,
       h(
         "section",

@@ -51,7 +51,7 @@ export class ClusterView {
         "section",
         { "aria-labelledby": "routers-title" },
         h("h2", { id: "routers-title", text: "Routers" }),
-        h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Routers" }, h("table", {}, h("thead", {}, h("tr", {}, ["Router", "State", "Address", "Host", ""].map((head) => h("th", { scope: "col", text: head })))), this.routers)),
+        h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Routers" }, h("table", {}, h("thead", {}, h("tr", {}, ["Router", "State", "Address", "Host", ""].map((head) => h("th", { scope: "col", text: head })))), this.routers)),
       ),
       h("section", { "aria-labelledby": "events-title" }, h("h2", { id: "events-title", text: "Events" }), this.events),
     );

@@ -154,7 +154,7 @@ function code(source) {
   const closed = rest.length && new RegExp(`^ {0,3}${marks[0]}{${marks.length},}[ \\t]*$`).test(rest.at(-1) || rest.at(-2) || "");
   if (rest.at(-1) === "") rest.pop();
   if (closed) rest.pop();
-  const pre = h("pre", { tabindex: "0", role: "region", "aria-label": language ? `${language} code` : "Code" });
+  const pre = h("pre", { tabindex: "0", role: "group", "aria-label": language ? `${language} code` : "Code" });
   addCode(pre, rest.join("\n"));
   const copy = copyButton("Copy code", () => pre.textContent);
   return { element: h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", { text: language }), copy), pre), pre };
@@ -214,7 +214,7 @@ function table(source) {
   const row = (line, tag) => h("tr", {}, cells(line).slice(0, sides.length).map((cell, at) => h(tag, { class: `to-${sides[at]}`, scope: tag === "th" ? "col" : null }, inline(cell))));
   return h(
     "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
+    { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" },
     h("table", {}, h("thead", {}, row(head, "th")), h("tbody", {}, body.map((line) => row(line, "td")))),
   );
 }

@@ -37,7 +37,7 @@ export class MessageView {
     this.element = h(
       "li",
       { class: `message ${node.role}`, data: { id: node.id, role: node.role } },
-      h("div", { class: "head" }, h("span", { class: "who", text: name }), this.branches, (this.tools = h("span", { class: "tools" }))),
+      h("div", { class: "head" }, h("h2", { class: "who", text: name }), this.branches, (this.tools = h("span", { class: "tools" }))),
       this.body,
       this.foot,
     );
@@ -186,7 +186,7 @@ export class MessageView {
     this.shownCalls = key;
     this.calls.replaceChildren(
       ...this.node.calls.map(({ function: { name, arguments: text } }) =>
-        h("div", { class: "call" }, h("div", { class: "call-name" }, "Calls ", h("code", { text: name })), h("pre", { tabindex: "0", role: "region", "aria-label": `Arguments of ${name}`, text: indented(text) })),
+        h("div", { class: "call" }, h("div", { class: "call-name" }, "Calls ", h("code", { text: name })), h("pre", { tabindex: "0", role: "group", "aria-label": `Arguments of ${name}`, text: indented(text) })),
       ),
     );
   }

@@ -195,7 +195,7 @@ function optionsTable({ predicted, options }) {
 function table(caption, heads, rows, firstNumber) {
   return h(
     "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    { class: "scroll", tabindex: "0", role: "group", "aria-label": caption },
     h(
       "table",
       {},

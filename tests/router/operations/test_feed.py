@@ -107,11 +107,11 @@ async def test_a_snapshot_that_did_not_change_is_a_comment(feed: ClusterFeed, ov
 
 
 async def test_a_slow_listener_misses_snapshots_and_holds_nobody_up(feed: ClusterFeed, overview: FakeOverview) -> None:
-    with _listening(feed, 2) as (slow, quick):
+    with _listening(feed, 2) as (slow, fast):
         await slow.next()
         for number in range(1, 6):
             overview.worker = str(number)
-            assert (await _document(quick))["workers"][0]["id"] == str(number)
+            assert (await _document(fast))["workers"][0]["id"] == str(number)
         assert (await _document(slow))["workers"][0]["id"] == "5"
 
 
