@@ -1190,6 +1190,7 @@ class Output(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     attempt: _builtins.int
     choice: _builtins.int
@@ -1205,6 +1206,10 @@ class Output(_message.Message):
     def prefilled(self) -> Global___Prefilled:
         """with the attempt's first tokens"""
 
+    @_builtins.property
+    def landed(self) -> Global___Landed:
+        """once, with a later output, if a prefill worker sent pages"""
+
     def __init__(
         self,
         *,
@@ -1215,10 +1220,11 @@ class Output(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___FinishReason.ValueType = ...,
         prefilled: Global___Prefilled | None = ...,
+        landed: Global___Landed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefilled", b"prefilled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "prefilled", b"prefilled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finish", b"finish", "logprobs", b"logprobs", "prefilled", b"prefilled", "request", b"request", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finish", b"finish", "landed", b"landed", "logprobs", b"logprobs", "prefilled", b"prefilled", "request", b"request", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1234,6 +1240,7 @@ class Prefilled(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFIX_WORKER_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """prompt tokens from a cache; after a remote prefill, the larger number of both workers"""
     prefill_worker: _builtins.str
@@ -1242,6 +1249,10 @@ class Prefilled(_message.Message):
     """time in the waiting queue of the worker that computed it"""
     prefix_worker: _builtins.str
     """the worker that a prefix was fetched from; empty: none"""
+    @_builtins.property
+    def fetched(self) -> Global___Landed:
+        """the pages of that prefix"""
+
     def __init__(
         self,
         *,
@@ -1249,14 +1260,40 @@ class Prefilled(_message.Message):
         prefill_worker: _builtins.str = ...,
         queue_ms: _builtins.float = ...,
         prefix_worker: _builtins.str = ...,
+        fetched: Global___Landed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetched", b"fetched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_worker", b"prefill_worker", "prefix_worker", b"prefix_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fetched", b"fetched", "prefill_worker", b"prefill_worker", "prefix_worker", b"prefix_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefilled: _TypeAlias = Prefilled  # noqa: Y015
+
+@_typing.final
+class Landed(_message.Message):
+    """KV pages that came from another worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    waited_ms: _builtins.float
+    """from the first token until they were here; of a prefix: from the call for it"""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.int = ...,
+        waited_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "waited_ms", b"waited_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Landed: _TypeAlias = Landed  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
