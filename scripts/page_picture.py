@@ -1,4 +1,4 @@
-"""Takes pictures of the page: a cluster of real processes with the bundled model, at rest, in a burst, with a dead worker.
+"""Takes pictures of the page: a cluster with the bundled model, at rest, in a burst, and with a dead worker.
 
     python -m scripts.page_picture docs/page.png       # the one of the README
     python -m scripts.page_picture --all DIR           # every view, wide and narrow, light and dark, to look at
@@ -22,7 +22,20 @@ from tests.e2e.browser import ANSWER_MS, NARROW, WIDE, ask, chromium, opened, se
 from tests.e2e.cluster import Cluster
 
 STREAMS = 8
-COLOURS = ("copper", "silver", "golden", "green", "purple", "white", "black", "orange", "yellow", "brown", "grey", "pink")
+COLOURS = (
+    "copper",
+    "silver",
+    "golden",
+    "green",
+    "purple",
+    "white",
+    "black",
+    "orange",
+    "yellow",
+    "brown",
+    "grey",
+    "pink",
+)
 FACTS = " ".join(f"The code for the {colour} door is {4817 + 137 * at}." for at, colour in enumerate(COLOURS))
 QUESTION = f"{FACTS} What is the code for the copper door?"
 

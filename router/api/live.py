@@ -1,4 +1,4 @@
-"""The response to `GET /cluster/live`: a stream of snapshots that ends when the client hangs up or the router drains."""
+"""The response to `GET /cluster/live`: snapshots, until the client hangs up or the router drains."""
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send

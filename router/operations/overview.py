@@ -16,7 +16,7 @@ from cpd.common.tls import base_url
 from router.dispatch.roster import Roster
 from router.errors import invalid
 from router.operations.peer_routers import PeerAnswer, PeerRouters
-from router.operations.status import ClusterStatus, Served, cluster_status, with_peers
+from router.operations.status import ClusterStatus, Served, cluster_status, views_in, with_peers
 from router.usage import TenantUsage, unused
 
 
@@ -93,9 +93,7 @@ class Overview:
 
     async def peers(self, authorization: bytes) -> tuple[dict[str, ClusterStatus], dict[str, str]]:
         """Returns the cluster as the other routers see it, and why the rest did not answer, by router."""
-        answers = await self._ask("/cluster", authorization)
-        seen: dict[str, ClusterStatus] = {one.router_id: orjson.loads(one.body) for one in answers if one.ok}
-        return seen, {one.router_id: one.error for one in answers if not one.ok}
+        return views_in(await self._ask("/cluster", authorization))
 
     async def placements(
         self, tenant: str, authorization: bytes, request_id: str, *, internals: bool

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar, cast
 
+import orjson
 from typing_extensions import TypedDict
 
 from cpd.common.membership import Member
@@ -14,6 +15,7 @@ from router.dispatch.roster import Roster
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.events import Event
+from router.operations.peer_routers import PeerAnswer
 from router.operations.worker_metrics import pages
 from router.placement.decisions import Decisions
 
@@ -260,14 +262,19 @@ def _in_order(events: Iterable[RouterEvent]) -> list[RouterEvent]:
     return sorted(events, key=lambda event: event["at"])
 
 
+def views_in(answers: Sequence[PeerAnswer]) -> tuple[dict[str, ClusterStatus], dict[str, str]]:
+    """Returns what other routers see, and why the rest did not answer, by router."""
+    seen: dict[str, ClusterStatus] = {one.router_id: orjson.loads(one.body) for one in answers if one.ok}
+    return seen, {one.router_id: one.error for one in answers if not one.ok}
+
+
 def with_peers(
     own: ClusterStatus, router_id: str, peers: Mapping[str, ClusterStatus], errors: Mapping[str, str]
 ) -> ClusterStatus:
     """Merges what the other routers see into `own`.
 
     Args:
-        peers: The answers of the others, by router.
-        errors: Why the rest did not answer.
+        peers, errors: See `views_in`.
     """
     seen = {**peers, router_id: own}
     workers = {worker["id"]: worker for worker in own["workers"]}

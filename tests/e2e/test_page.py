@@ -186,10 +186,13 @@ class TestChat:
     def test_an_error_of_the_server_is_shown_and_the_next_try_works(self, context: BrowserContext) -> None:
         page = opened(context)
         set_fields(page, max_tokens="40")
-        page.locator("#setting-max_tokens").evaluate("field => field.removeAttribute('min')")
         error = {"error": {"message": "All workers' queues are full.", "type": "", "param": None, "code": "queue_full"}}
-        respond = {"status": 200, "content_type": "text/event-stream", "body": f"data: {json.dumps(error)}\n\n"}
-        page.route("**/v1/chat/completions", lambda route: route.fulfill(**respond), times=1)  # type: ignore[arg-type]
+        body = f"data: {json.dumps(error)}\n\n"
+
+        def fail(route: Route) -> None:
+            route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+        page.route("**/v1/chat/completions", fail, times=1)
         answer = send(page, "Hello?")
         expect(answer).to_have_attribute("data-state", "failed")
         expect(answer.locator(".error")).to_contain_text("All workers' queues are full.")
@@ -249,8 +252,19 @@ class TestWhatModelsWrite:
         assert shown[0] == shown[1]
         tags = re.findall(r"<(h3|h4|ul|ol|li|pre|table|blockquote|em|strong|s|hr|a)\b", shown[0])
         assert {tag: tags.count(tag) for tag in sorted(set(tags))} == {
-            **{"a": 2, "blockquote": 1, "em": 2, "h3": 2, "h4": 1, "hr": 1, "li": 8, "ol": 1, "pre": 2},
-            **{"s": 1, "strong": 2, "table": 1, "ul": 3},
+            "a": 2,
+            "blockquote": 1,
+            "em": 2,
+            "h3": 2,
+            "h4": 1,
+            "hr": 1,
+            "li": 8,
+            "ol": 1,
+            "pre": 2,
+            "s": 1,
+            "strong": 2,
+            "table": 1,
+            "ul": 3,
         }
 
     def test_reasoning_is_folded_and_tool_calls_are_shown_and_answered(self, context: BrowserContext) -> None:
@@ -280,7 +294,13 @@ class TestWhatModelsWrite:
         page = opened(context)
         paragraph = "word " * 100 + "\n\n"
         code = "```text\n" + "x = 1\n" * 30_000 + "```\n\n"
-        _scripted(page, [_chunk(content=text) for text in [paragraph * 500, "y" * 300_000, "\n\n", code, paragraph * 500, "The end."]])
+        _scripted(
+            page,
+            [
+                _chunk(content=text)
+                for text in [paragraph * 500, "y" * 300_000, "\n\n", code, paragraph * 500, "The end."]
+            ],
+        )
         answer = send(page, "Write a lot.")
         field = page.get_by_label("Message", exact=True)
         field.fill("Still here")

@@ -71,7 +71,9 @@ async def test_a_crash_says_how_many_requests_it_met(
         return len(dies.submits) == 2
 
     await eventually(both)
-    assert (await router.cluster())["waiting"] == [{"decode": "dies", "prefill": "", "prefix_source": "", "requests": 2}]
+    assert (await router.cluster())["waiting"] == [
+        {"decode": "dies", "prefill": "", "prefix_source": "", "requests": 2}
+    ]
     stays = await start_worker(says("fox"), worker_id="stays")
     await router.knows(stays)
     await dies.kill()

@@ -68,7 +68,9 @@ async def test_no_file_allows_inline_code_or_another_host(with_keys: Router) -> 
         assert policy["frame-ancestors"] == "'none'"
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
-        assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", response.text)
+        assert not re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", response.text
+        )
         assert not re.findall(r"<script(?! type=\"module\" src=)|<style| style=| on\w+=\"", response.text), path
 
 
@@ -81,7 +83,9 @@ async def test_an_unchanged_file_is_not_sent_again(with_keys: Router) -> None:
     assert changed.content == first.content
 
 
-@pytest.mark.parametrize("path", ["/page/none.js", "/page/", "/page", "/page/__init__.py", "/page/%2e%2e/cluster", "//"])
+@pytest.mark.parametrize(
+    "path", ["/page/none.js", "/page/", "/page", "/page/__init__.py", "/page/%2e%2e/cluster", "//"]
+)
 async def test_other_paths_do_not_exist(with_keys: Router, path: str) -> None:
     assert (await _get(with_keys, path, "plain")).status_code == 404
 

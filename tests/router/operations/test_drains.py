@@ -57,7 +57,9 @@ async def test_only_operators_may(pair: tuple[Router, Router]) -> None:
     assert not await _drains(router)
 
 
-async def test_without_keys_the_clusters_admin_key_is_needed(start_router: StartRouter, start_worker: StartWorker) -> None:
+async def test_without_keys_the_clusters_admin_key_is_needed(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
     router = await start_router(await start_worker())
     for key in ("", "none"):
         assert (await _drain(router, "router-a", key)).status_code == 401

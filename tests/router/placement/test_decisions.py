@@ -73,7 +73,9 @@ def test_shows_pages_that_came_from_other_workers() -> None:
     decision.landed = pb.Landed(pages=5, waited_ms=0.5)
     decision.on_output(6.0)
     actual = decision.describe()["actual"]
-    assert [(actual[name]["pages"], actual[name]["bytes"], actual[name]["waited_ms"]) for name in ("fetched", "landed")] == [
+    assert [
+        (actual[name]["pages"], actual[name]["bytes"], actual[name]["waited_ms"]) for name in ("fetched", "landed")
+    ] == [
         (3, 3072, 2.0),
         (5, 5120, 0.5),
     ]
