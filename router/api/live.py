@@ -13,6 +13,7 @@ class LiveResponse(Response):
     """Sends snapshots as server-sent events, as fast as they are made or the client reads."""
 
     def __init__(self, feed: ClusterFeed) -> None:
+        self.background = None
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

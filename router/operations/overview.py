@@ -84,8 +84,8 @@ class Overview:
 
     async def cluster(self, authorization: bytes) -> ClusterStatus:
         """Returns the state of the cluster. `routers[].error` says why a router did not answer."""
-        peers, errors = await self.peers(authorization)
-        return with_peers(await self.own(), self.router_id, peers, errors)
+        own = await self.own()
+        return with_peers(own, self.router_id, *await self.peers(authorization))
 
     async def own(self) -> ClusterStatus:
         """Returns the cluster as this router sees it."""
