@@ -34,7 +34,8 @@ async def pair(
 
 
 async def _drain(router: Router, name: str, key: str = "operator") -> httpx.Response:
-    return await router.http.post(f"/cluster/drain?name={name}", headers={"authorization": f"Bearer {key}"})
+    headers = {"authorization": f"Bearer {key}" if key else ""}
+    return await router.http.post(f"/cluster/drain?name={name}", headers=headers)
 
 
 async def _drains(router: Router) -> bool:

@@ -108,7 +108,7 @@ async def test_a_snapshot_that_did_not_change_is_a_comment(feed: ClusterFeed, ov
 
 async def test_a_slow_listener_misses_snapshots_and_holds_nobody_up(feed: ClusterFeed, overview: FakeOverview) -> None:
     with _listening(feed, 2) as (slow, fast):
-        await slow.next()
+        await asyncio.gather(slow.next(), fast.next())
         for number in range(1, 6):
             overview.worker = str(number)
             assert (await _document(fast))["workers"][0]["id"] == str(number)
@@ -246,7 +246,7 @@ class TestEndpoint:
     async def test_a_drain_ends_the_stream_and_refuses_new_ones(self, router: Router) -> None:
         async with _stream(router) as snapshots:
             await anext(snapshots)
-            (own,) = (await router.cluster())["routers"]
+            own = await router.own_lease()
             async with httpx.AsyncClient(base_url=f"http://{own['admin']}", timeout=30) as operator:
                 await operator.post("/drain", headers={"authorization": f"Bearer {ADMIN_KEY}"})
             async with asyncio.timeout(30):
