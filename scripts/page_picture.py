@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,12 @@ COLOURS = (
     "grey",
     "pink",
 )
-FACTS = " ".join(f"The code for the {colour} door is {4817 + 137 * at}." for at, colour in enumerate(COLOURS))
+THINGS = ("door", "key", "box", "gate", "safe", "drawer")
+FACTS = " ".join(
+    f"The code for the {colour} {thing} is {4817 + 137 * (at + 12 * number)}."
+    for number, thing in enumerate(THINGS)
+    for at, colour in enumerate(COLOURS)
+)
 QUESTION = f"{FACTS} What is the code for the copper door?"
 
 
@@ -48,7 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with (
         Cluster(
-            model=str(tiny.CHECKPOINT), served_model_name="cpd-tiny", prefill=1, combined=2, long_prefill_tokens=100
+            model=str(tiny.CHECKPOINT), served_model_name="cpd-tiny", prefill=1, combined=2, policy={"gap_weight": 1.0}
         ) as cluster,
         chromium() as browser,
     ):
@@ -104,6 +110,7 @@ def of_everything(browser: Browser, cluster: Cluster, folder: Path) -> None:
         take("burst")
         # stopped before it is killed, so that it stays dead for a while
         cluster.send("combined-1", signal.SIGSTOP)
+        time.sleep(12.0)  # until its silence has ended its session
         take("dead")
         os.kill(cluster.pid("combined-1"), signal.SIGKILL)
 

@@ -34,8 +34,8 @@ class Page {
 
   async open() {
     const storage = await Storage.open(this.session.tenant);
-    this.chat = new Chat(storage, () => this.session, () => this.#ask());
-    this.cluster = this.session.admin ? new ClusterView(() => this.session, (connected) => connected || this.#ask()) : null;
+    this.chat = new Chat(storage, () => this.session, () => this.#broke());
+    this.cluster = this.session.admin ? new ClusterView(() => this.session, () => this.#broke()) : null;
     this.banner = h("div", { class: "banner", role: "status", hidden: true });
     this.main = h("main", { id: "main", tabindex: "-1" });
     const link = (view, text) => h("a", { href: `#${view}`, data: { view }, text });
@@ -98,6 +98,12 @@ class Page {
   #askLater(ms) {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => (document.hidden && !this.failures ? this.#askLater(ms) : this.#ask()), ms);
+  }
+
+  // A stream has broken: the server may have restarted, or be about to.
+  #broke() {
+    this.#isLost();
+    this.#ask();
   }
 
   #isConnected(session) {

@@ -26,11 +26,11 @@ const STATES = {
 export class ClusterView {
   /**
    * @param {() => object} session Returns the latest answer of `GET /session`.
-   * @param {(connected: boolean) => void} onConnection Called when the stream has broken, and when it is back.
+   * @param {() => void} onBroken Called when the stream has broken.
    */
-  constructor(session, onConnection) {
+  constructor(session, onBroken) {
     this.session = session;
-    this.onConnection = onConnection;
+    this.onBroken = onBroken;
     this.cards = new Map(); // by worker
     this.status = null;
     this.stream = null;
@@ -51,7 +51,7 @@ export class ClusterView {
         "section",
         { "aria-labelledby": "routers-title" },
         h("h2", { id: "routers-title", text: "Routers" }),
-        h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Routers" }, h("table", {}, h("thead", {}, h("tr", {}, ["Router", "State", "Address", "Host", ""].map((head) => h("th", { scope: "col", text: head })))), this.routers)),
+        h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Routers" }, h("table", {}, h("thead", {}, h("tr", {}, ["Router", "State", "Address", "Host"].map((head) => h("th", { scope: "col", text: head })), h("td"))), this.routers)),
       ),
       h("section", { "aria-labelledby": "events-title" }, h("h2", { id: "events-title", text: "Events" }), this.events),
     );
@@ -86,7 +86,6 @@ export class ClusterView {
         const response = await request("cluster/live", { signal: attempt.signal });
         for await (const data of serverSentEvents(response)) {
           alive();
-          if (tries) this.onConnection(true);
           tries = 0;
           this.#receive(data === null ? this.status : JSON.parse(data));
         }
@@ -98,7 +97,7 @@ export class ClusterView {
         signal.removeEventListener("abort", abort);
       }
       if (signal.aborted) return;
-      this.onConnection(false);
+      if (tries === 0) this.onBroken();
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
       tries += 1;
     }
@@ -151,7 +150,7 @@ export class ClusterView {
       ["Workers", `${live} of ${status.workers.length} ready`, live === status.workers.length ? "" : "warn"],
       ["Running", count(sum((load) => load.running))],
       ["Waiting", count(sum((load) => load.waiting))],
-      ["Output", `${rate(speed)} tokens/s`],
+      ["Tokens/s", rate(speed)],
       ["From a cache", cached + computed ? percent(cached / (cached + computed)) : "–"],
       ["Redis", status.redis.ok ? "answers" : "does not answer", status.redis.ok ? "" : "bad"],
       ["Predictions", status.trusted ? "trusted" : "mostly wrong", status.trusted ? "" : "warn"],
@@ -275,7 +274,7 @@ class WorkerCard {
     this.badge = h("span", { class: "badge" });
     this.reason = h("p", { class: "error" });
     this.batch = meter("Batch");
-    this.pages = { bar: h("div", { class: "meter pages" }, PAGE_STATES.map((state) => h("i", { class: state }))), text: h("p", { class: "hint" }) };
+    this.pages = { bar: h("div", { class: "meter pages" }, PAGE_STATES.map((state) => h("i", { class: state }))), text: h("p", { class: "hint" }), share: h("span", { class: "meter-value" }) };
     this.line = s("polyline", { class: "spark", fill: "none", "vector-effect": "non-scaling-stroke" });
     this.facts = h("dl", { class: "facts" });
     this.device = h("p", { class: "hint device" });
@@ -287,7 +286,7 @@ class WorkerCard {
       h("div", { class: "row spread" }, this.state, session().operator ? (this.button = h("button", { type: "button", class: "quiet", text: "Drain", "aria-label": `Drain ${id}`, onclick: drain })) : null),
       this.reason,
       this.batch.row,
-      h("div", { class: "meter-row" }, h("span", { text: "KV pages" }), this.pages.bar),
+      h("div", { class: "meter-row" }, h("span", { text: "KV pages" }), this.pages.bar, this.pages.share),
       this.pages.text,
       this.facts,
       s("svg", { class: "spark-box", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" }, this.line),
@@ -320,11 +319,11 @@ class WorkerCard {
       ["Decoding", count(load.decodes)],
       ["Streams", count(streams)],
       ["Step", load.step_ms ? duration(load.step_ms) : "–"],
-      ["Output", `${rate(this.speed)} tokens/s`],
-      ["From a cache", this.#hitRate(load)],
+      ["Tokens/s", rate(this.speed)],
+      ["Cached", this.#hitRate(load)],
     ];
     this.#setFacts(facts);
-    const points = this.speeds.map((speed, at) => `${((100 * at) / (HISTORY - 1)).toFixed(1)},${(23 - (22 * speed) / Math.max(1, ...this.speeds)).toFixed(1)}`);
+    const points = this.speeds.map((speed, at) => `${((100 * (HISTORY - this.speeds.length + at)) / (HISTORY - 1)).toFixed(1)},${(23 - (22 * speed) / Math.max(1, ...this.speeds)).toFixed(1)}`);
     this.line.setAttribute("points", points.join(" "));
     const where = `${info.device || "device unknown"} · ${info.dtype} · pages by ${info.transport}`;
     const slow = load.slowdown > 1.25 ? ` · ${load.slowdown.toFixed(1)} times slower than predicted` : "";
@@ -374,6 +373,7 @@ class WorkerCard {
 
   #showPages(pages, info) {
     PAGE_STATES.forEach((state, at) => (this.pages.bar.children[at].style.width = `${(100 * pages[state]) / info.num_pages}%`));
+    setText(this.pages.share, percent((pages.used + pages.reserved + pages.quarantined) / info.num_pages));
     const told = PAGE_STATES.filter((state) => pages[state]).map((state) => `${count(pages[state])} ${state}`);
     setText(this.pages.text, `${told.join(", ")} of ${count(info.num_pages)} (${bytes(info.num_pages * info.page_bytes)})`);
   }
