@@ -68,14 +68,13 @@ def main() -> None:
 
 def of_an_answer(browser: Browser, url: str, file: Path) -> None:
     """Takes the picture of an answer that a prefill worker has begun."""
-    with window(browser, url, (1200, 900), device_scale_factor=1.5) as (context, _):
+    with window(browser, url, (1200, 1160), device_scale_factor=1.25) as (context, _):
         page = opened(context)
         set_fields(page, temperature="0")
         ask(page, "Hello, who are you?")
         answer = ask(page, QUESTION)
         answer.get_by_text("Why it took this long").click()
-        answer.scroll_into_view_if_needed()
-        page.mouse.move(0, 0)
+        page.locator(".thread").evaluate("thread => { thread.scrollTop = thread.scrollHeight; }")
         page.screenshot(path=file)
 
 

@@ -7,6 +7,7 @@ import { bytes, clock, count, duration, percent, plural, rate } from "./format.j
 
 const HISTORY = 60; // snapshots whose speeds are drawn
 const GHOST_MS = 60_000; // a worker that has gone stays in sight this long
+const MISSED_S = 600; // one that was lost, longer
 const SILENT_MS = 15_000; // without a sign of life for this long the stream is dead
 const RETRY_MS = [500, 1000, 2000, 4000];
 const SHOWN_EVENTS = 40;
@@ -122,14 +123,16 @@ export class ClusterView {
   #showWorkers(status, seconds) {
     const now = performance.now();
     for (const worker of status.workers) {
-      if (!this.cards.has(worker.id)) this.cards.set(worker.id, new WorkerCard(worker.id, this.session, () => this.#drain(worker.id, "worker")));
+      if (!this.cards.has(worker.id)) this.cards.set(worker.id, this.#newCard(worker.id));
       this.cards.get(worker.id).show(worker, status.models.length > 1, seconds, now);
     }
     const present = new Set(status.workers.map(({ id }) => id));
+    const missed = missedWorkers(status);
+    for (const id of missed.keys()) if (!this.cards.has(id)) this.cards.set(id, this.#newCard(id));
     for (const [id, card] of this.cards) {
       if (present.has(id)) continue;
-      card.gone(now);
-      if (now - card.seenAt > GHOST_MS) this.cards.delete(id);
+      card.gone(missed.get(id) ?? `not seen for ${duration(now - card.seenAt)}`);
+      if (!missed.has(id) && now - card.seenAt > GHOST_MS) this.cards.delete(id);
     }
     const order = { prefill: 0, combined: 1 };
     const cards = [...this.cards.values()].sort((one, other) => order[one.role] - order[other.role] || one.id.localeCompare(other.id, "en", { numeric: true }));
@@ -138,16 +141,21 @@ export class ClusterView {
     while (this.workers.children.length > wanted.length) this.workers.lastChild.remove();
   }
 
+  #newCard(id) {
+    return new WorkerCard(id, this.session, () => this.#drain(id, "worker"));
+  }
+
   #showFigures(status) {
     const loads = status.workers.map(({ load }) => load).filter(Boolean);
     const sum = (of) => loads.reduce((total, load) => total + of(load), 0);
     const live = status.workers.filter(({ state }) => state === "ready").length;
+    const all = status.workers.length + missedWorkers(status).size;
     const cards = [...this.cards.values()];
     const [cached, computed] = ["cachedTokens", "prefillTokens"].map((name) => cards.reduce((total, card) => total + card.recent(name), 0));
     const speed = cards.reduce((total, card) => total + card.speed, 0);
     const figures = [
       ["State", status.ready ? "ready" : "not ready", status.ready ? "ok" : "bad"],
-      ["Workers", `${live} of ${status.workers.length} ready`, live === status.workers.length ? "" : "warn"],
+      ["Workers", `${live} of ${all} ready`, live === all ? "" : "warn"],
       ["Running", count(sum((load) => load.running))],
       ["Waiting", count(sum((load) => load.waiting))],
       ["Tokens/s", rate(speed)],
@@ -234,6 +242,20 @@ export class ClusterView {
 }
 
 const BAD_EVENTS = new Set(["lost", "crashed", "request_crashes_workers"]);
+
+// Workers that were lost lately and have not come back: why, by name.
+function missedWorkers({ workers, events }) {
+  const missed = new Map();
+  for (const event of events) {
+    if (event.kind === "lost" || event.kind === "crashed") {
+      if (Date.now() / 1000 - event.at < MISSED_S) missed.set(event.worker, `${clock(event.at * 1000)}: ${event.text}`);
+    } else if (event.kind === "joined" || event.kind === "left") {
+      missed.delete(event.worker);
+    }
+  }
+  for (const { id } of workers) missed.delete(id);
+  return missed;
+}
 
 function eventText({ kind, worker, text, requests }) {
   const elsewhere = requests ? `; ${plural(requests, "request")} went on elsewhere` : "";
@@ -331,9 +353,9 @@ class WorkerCard {
   }
 
   /** The worker is not in the last snapshot. */
-  gone(now) {
+  gone(reason) {
     this.speed = 0;
-    this.#setState("gone", `not seen for ${duration(now - this.seenAt)}`);
+    this.#setState("gone", reason);
   }
 
   /** What was counted within the history, of `cachedTokens` or `prefillTokens`. */

@@ -62,6 +62,7 @@ async def test_without_keys_the_clusters_admin_key_is_needed(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:
     router = await start_router(await start_worker())
+    await router.own_lease()
     for key in ("", "none"):
         assert (await _drain(router, "router-a", key)).status_code == 401
     assert (await _drain(router, "router-a", ClusterSecret(SECRET).admin_key)).status_code == 200
