@@ -34,16 +34,44 @@ class Page {
 
   async open() {
     const storage = await Storage.open(this.session.tenant);
-    this.chat = new Chat(storage, () => this.session, () => this.#broke());
-    this.cluster = this.session.admin ? new ClusterView(() => this.session, () => this.#broke()) : null;
+    this.chat = new Chat(
+      storage,
+      () => this.session,
+      () => this.#broke(),
+    );
+    this.cluster = this.session.admin
+      ? new ClusterView(
+          () => this.session,
+          () => this.#broke(),
+        )
+      : null;
     this.banner = h("div", { class: "banner", role: "status", hidden: true });
     this.main = h("main", { id: "main", tabindex: "-1" });
     const link = (view, text) => h("a", { href: `#${view}`, data: { view }, text });
-    this.links = h("nav", { "aria-label": "Views" }, link("chat", "Chat"), this.cluster ? link("cluster", "Cluster") : null);
+    this.links = h(
+      "nav",
+      { "aria-label": "Views" },
+      link("chat", "Chat"),
+      this.cluster ? link("cluster", "Cluster") : null,
+    );
     const { tenant, keys } = this.session;
     root.replaceChildren(
-      h("a", { class: "skip", href: "#main", text: "Skip to the content", onclick: (event) => (event.preventDefault(), this.main.focus()) }),
-      h("header", {}, h("span", { class: "brand", text: "CPD" }), this.links, h("span", { class: "space" }), keys ? h("span", { class: "tenant", text: tenant }) : null, themeButton(), keys ? h("button", { type: "button", class: "quiet", text: "Sign out", onclick: signOut }) : null),
+      h("a", {
+        class: "skip",
+        href: "#main",
+        text: "Skip to the content",
+        onclick: (event) => (event.preventDefault(), this.main.focus()),
+      }),
+      h(
+        "header",
+        {},
+        h("span", { class: "brand", text: "CPD" }),
+        this.links,
+        h("span", { class: "space" }),
+        keys ? h("span", { class: "tenant", text: tenant }) : null,
+        themeButton(),
+        keys ? h("button", { type: "button", class: "quiet", text: "Sign out", onclick: signOut }) : null,
+      ),
       this.banner,
       this.main,
     );
@@ -69,7 +97,8 @@ class Page {
     if (this.main.firstChild !== element) this.main.replaceChildren(element);
     this.main.dataset.view = view;
     document.title = view === "cluster" ? "Cluster · CPD" : "CPD";
-    for (const link of this.links.children) setAttribute(link, "aria-current", link.dataset.view === view ? "page" : null);
+    for (const link of this.links.children)
+      setAttribute(link, "aria-current", link.dataset.view === view ? "page" : null);
     // nobody looks at a hidden view: it costs the server nothing
     if (view === "cluster" && !document.hidden) this.cluster.show();
     else this.cluster?.hide();
@@ -107,7 +136,8 @@ class Page {
   }
 
   #isConnected(session) {
-    if (session.version !== this.session.version) this.#say(`The server has another version now (${session.version}); reload the page.`, "warn");
+    if (session.version !== this.session.version)
+      this.#say(`The server has another version now (${session.version}); reload the page.`, "warn");
     else if (this.failures) {
       this.#say("Connected again.", "ok");
       setTimeout(() => this.failures || (this.banner.hidden = true), TOLD_MS);
@@ -131,7 +161,14 @@ class Page {
 // ---- sign-in ----
 
 function signIn(message = "") {
-  const input = h("input", { id: "key", type: "password", required: true, autocomplete: "off", spellcheck: "false", "aria-describedby": "key-error key-hint" });
+  const input = h("input", {
+    id: "key",
+    type: "password",
+    required: true,
+    autocomplete: "off",
+    spellcheck: "false",
+    "aria-describedby": "key-error key-hint",
+  });
   const error = h("p", { class: "error", id: "key-error", role: "alert" });
   const form = h(
     "form",
@@ -203,7 +240,9 @@ async function start() {
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 401) return; // the sign-in is shown
-      root.replaceChildren(h("main", { class: "sign-in-page" }, h("p", { role: "status", text: `${error.message} Trying again…` })));
+      root.replaceChildren(
+        h("main", { class: "sign-in-page" }, h("p", { role: "status", text: `${error.message} Trying again…` })),
+      );
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
     }
   }

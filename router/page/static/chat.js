@@ -2,7 +2,17 @@
 
 import { ApiError, json } from "./api.js";
 import { complete, newMeasured, newRequestId } from "./completion.js";
-import { addAnswer, addNode, applyDelta, choose, messagesFor, newConversation, openCalls, shown, siblings } from "./conversation.js";
+import {
+  addAnswer,
+  addNode,
+  applyDelta,
+  choose,
+  messagesFor,
+  newConversation,
+  openCalls,
+  shown,
+  siblings,
+} from "./conversation.js";
 import { announce, confirmDialog, h, icon, iconButton, setAttribute } from "./dom.js";
 import { plural } from "./format.js";
 import { MessageView } from "./message.js";
@@ -51,8 +61,13 @@ export class Chat {
     const key = JSON.stringify(models);
     if (key === this.modelsKey) return;
     this.modelsKey = key;
-    this.model.replaceChildren(...models.map(({ name, ready }) => h("option", { value: name, text: ready ? name : `${name} (no worker is ready)` })));
-    if (!models.some(({ name }) => name === this.conversation.model)) this.conversation.model = (models.find(({ ready }) => ready) ?? models[0])?.name ?? "";
+    this.model.replaceChildren(
+      ...models.map(({ name, ready }) =>
+        h("option", { value: name, text: ready ? name : `${name} (no worker is ready)` }),
+      ),
+    );
+    if (!models.some(({ name }) => name === this.conversation.model))
+      this.conversation.model = (models.find(({ ready }) => ready) ?? models[0])?.name ?? "";
     this.model.value = this.conversation.model;
     this.settings.show(this.conversation, this.#defaults());
   }
@@ -63,13 +78,30 @@ export class Chat {
     this.list = h("ul", { class: "conversations" });
     this.sidebar = h(
       "section",
-      { class: "sidebar", id: "sidebar", "aria-label": "Conversations", onkeydown: (event) => event.key === "Escape" && this.#openSidebar(false) },
-      h("div", { class: "row" }, h("button", { type: "button", class: "new-chat", onclick: () => this.#new() }, icon("plus"), "New chat"), iconButton("close", "Close conversations", () => this.#openSidebar(false), { class: "icon-button only-narrow" })),
+      {
+        class: "sidebar",
+        id: "sidebar",
+        "aria-label": "Conversations",
+        onkeydown: (event) => event.key === "Escape" && this.#openSidebar(false),
+      },
+      h(
+        "div",
+        { class: "row" },
+        h("button", { type: "button", class: "new-chat", onclick: () => this.#new() }, icon("plus"), "New chat"),
+        iconButton("close", "Close conversations", () => this.#openSidebar(false), {
+          class: "icon-button only-narrow",
+        }),
+      ),
       this.list,
       h(
         "div",
         { class: "sidebar-foot" },
-        h("p", { class: "hint", text: this.storage.lasting ? "Kept in this browser only." : "This browser keeps nothing: conversations end with the page." }),
+        h("p", {
+          class: "hint",
+          text: this.storage.lasting
+            ? "Kept in this browser only."
+            : "This browser keeps nothing: conversations end with the page.",
+        }),
         h("button", { type: "button", class: "quiet", text: "Delete all", onclick: () => this.#deleteAll() }),
       ),
     );
@@ -77,17 +109,66 @@ export class Chat {
     this.settings = settingsPanel(() => this.#keep(this.conversation));
     this.settingsPane = h(
       "section",
-      { class: "settings", id: "settings", "aria-label": "Settings of this conversation", hidden: true, onkeydown: (event) => event.key === "Escape" && this.#openSettings(false) },
-      h("div", { class: "row spread" }, h("h2", { text: "Settings" }), iconButton("close", "Close settings", () => this.#openSettings(false))),
+      {
+        class: "settings",
+        id: "settings",
+        "aria-label": "Settings of this conversation",
+        hidden: true,
+        onkeydown: (event) => event.key === "Escape" && this.#openSettings(false),
+      },
+      h(
+        "div",
+        { class: "row spread" },
+        h("h2", { text: "Settings" }),
+        iconButton("close", "Close settings", () => this.#openSettings(false)),
+      ),
       this.settings.element,
     );
-    this.sidebarButton = iconButton("menu", "Conversations", () => this.#openSidebar(true), { class: "icon-button only-narrow", "aria-expanded": "false", "aria-controls": "sidebar" });
-    this.settingsButton = h("button", { type: "button", class: "with-icon", "aria-expanded": "false", "aria-controls": "settings", onclick: () => this.#openSettings(this.settingsPane.hidden) }, icon("sliders"), "Settings");
+    this.sidebarButton = iconButton("menu", "Conversations", () => this.#openSidebar(true), {
+      class: "icon-button only-narrow",
+      "aria-expanded": "false",
+      "aria-controls": "sidebar",
+    });
+    this.settingsButton = h(
+      "button",
+      {
+        type: "button",
+        class: "with-icon",
+        "aria-expanded": "false",
+        "aria-controls": "settings",
+        onclick: () => this.#openSettings(this.settingsPane.hidden),
+      },
+      icon("sliders"),
+      "Settings",
+    );
     this.messages = h("ol", { class: "messages" });
-    this.empty = h("div", { class: "empty" }, h("h2", { text: "What shall the model answer?" }), h("p", { text: "Under each answer you will see where its time went: queue, prefill, the way of its KV pages, and each token." }));
-    this.thread = h("div", { class: "thread", tabindex: "-1", onscroll: () => this.#scrolled() }, this.empty, this.messages);
-    this.toEnd = h("button", { type: "button", class: "to-end", hidden: true, onclick: () => this.#scrollToEnd() }, icon("chevronDown"), "To the end");
-    this.input = h("textarea", { id: "message", rows: 1, placeholder: "Message", oninput: () => this.#typed(), onkeydown: (event) => this.#keyInInput(event) });
+    this.empty = h(
+      "div",
+      { class: "empty" },
+      h("h2", { text: "What shall the model answer?" }),
+      h("p", {
+        text: "Under each answer you will see where its time went: queue, prefill, the way of its KV pages, and each token.",
+      }),
+    );
+    this.thread = h(
+      "div",
+      { class: "thread", tabindex: "-1", onscroll: () => this.#scrolled() },
+      this.empty,
+      this.messages,
+    );
+    this.toEnd = h(
+      "button",
+      { type: "button", class: "to-end", hidden: true, onclick: () => this.#scrollToEnd() },
+      icon("chevronDown"),
+      "To the end",
+    );
+    this.input = h("textarea", {
+      id: "message",
+      rows: 1,
+      placeholder: "Message",
+      oninput: () => this.#typed(),
+      onkeydown: (event) => this.#keyInInput(event),
+    });
     this.submit = h("button", { class: "submit", "aria-label": "Send", title: "Send" }, icon("send"));
     const composer = h(
       "form",
@@ -110,7 +191,15 @@ export class Chat {
       h(
         "section",
         { class: "thread-pane", "aria-label": "Conversation" },
-        h("div", { class: "thread-head" }, this.sidebarButton, h("label", { for: "model", text: "Model" }), this.model, h("span", { class: "space" }), this.settingsButton),
+        h(
+          "div",
+          { class: "thread-head" },
+          this.sidebarButton,
+          h("label", { for: "model", text: "Model" }),
+          this.model,
+          h("span", { class: "space" }),
+          this.settingsButton,
+        ),
         this.thread,
         h("div", { class: "below" }, this.toEnd, composer),
       ),
@@ -143,7 +232,13 @@ export class Chat {
         return h(
           "li",
           { class: current ? "current" : null },
-          h("button", { type: "button", class: "title", "aria-current": current ? "true" : null, text: title || "Untitled", onclick: () => this.#open(id) }),
+          h("button", {
+            type: "button",
+            class: "title",
+            "aria-current": current ? "true" : null,
+            text: title || "Untitled",
+            onclick: () => this.#open(id),
+          }),
           iconButton("trash", `Delete “${title || "Untitled"}”`, () => this.#delete(id, title)),
         );
       }),
@@ -242,7 +337,11 @@ export class Chat {
       return view.element;
     });
     // elements that stay are not moved, so that what has the focus keeps it
-    elements.forEach((element, at) => this.messages.children[at] !== element && this.messages.insertBefore(element, this.messages.children[at] ?? null));
+    elements.forEach(
+      (element, at) =>
+        this.messages.children[at] !== element &&
+        this.messages.insertBefore(element, this.messages.children[at] ?? null),
+    );
     while (this.messages.children.length > elements.length) this.messages.lastChild.remove();
     this.#showSubmit();
     this.#follow();
@@ -286,7 +385,11 @@ export class Chat {
   async #answer(parent) {
     const { conversation } = this;
     const controller = new AbortController();
-    const node = addAnswer(conversation, parent, { model: conversation.model, requestId: newRequestId(), measured: newMeasured() });
+    const node = addAnswer(conversation, parent, {
+      model: conversation.model,
+      requestId: newRequestId(),
+      measured: newMeasured(),
+    });
     this.running.set(node.id, controller);
     this.sticks = true;
     this.#show();
@@ -303,7 +406,11 @@ export class Chat {
       }
     };
     try {
-      const body = { model: conversation.model, messages: messagesFor(conversation, parent), ...requestFields(conversation) };
+      const body = {
+        model: conversation.model,
+        messages: messagesFor(conversation, parent),
+        ...requestFields(conversation),
+      };
       node.finish = await complete(body, node.requestId, controller.signal, node.measured, (delta) => {
         applyDelta(node, delta);
         changed();

@@ -47,12 +47,37 @@ export class ClusterView {
       { class: "cluster" },
       h("div", { class: "row spread" }, h("h1", { text: "Cluster" }), this.stamp),
       this.figures,
-      h("section", { "aria-labelledby": "workers-title" }, h("h2", { id: "workers-title", text: "Workers" }), this.flows, this.workers, this.planner),
+      h(
+        "section",
+        { "aria-labelledby": "workers-title" },
+        h("h2", { id: "workers-title", text: "Workers" }),
+        this.flows,
+        this.workers,
+        this.planner,
+      ),
       h(
         "section",
         { "aria-labelledby": "routers-title" },
         h("h2", { id: "routers-title", text: "Routers" }),
-        h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Routers" }, h("table", {}, h("thead", {}, h("tr", {}, ["Router", "State", "Address", "Host"].map((head) => h("th", { scope: "col", text: head })), h("td"))), this.routers)),
+        h(
+          "div",
+          { class: "scroll", tabindex: "0", role: "group", "aria-label": "Routers" },
+          h(
+            "table",
+            {},
+            h(
+              "thead",
+              {},
+              h(
+                "tr",
+                {},
+                ["Router", "State", "Address", "Host"].map((head) => h("th", { scope: "col", text: head })),
+                h("td"),
+              ),
+            ),
+            this.routers,
+          ),
+        ),
       ),
       h("section", { "aria-labelledby": "events-title" }, h("h2", { id: "events-title", text: "Events" }), this.events),
     );
@@ -135,9 +160,14 @@ export class ClusterView {
       if (!missed.has(id) && now - card.seenAt > GHOST_MS) this.cards.delete(id);
     }
     const order = { prefill: 0, combined: 1 };
-    const cards = [...this.cards.values()].sort((one, other) => order[one.role] - order[other.role] || one.id.localeCompare(other.id, "en", { numeric: true }));
+    const cards = [...this.cards.values()].sort(
+      (one, other) => order[one.role] - order[other.role] || one.id.localeCompare(other.id, "en", { numeric: true }),
+    );
     const wanted = cards.map(({ element }) => element);
-    wanted.forEach((element, at) => this.workers.children[at] !== element && this.workers.insertBefore(element, this.workers.children[at] ?? null));
+    wanted.forEach(
+      (element, at) =>
+        this.workers.children[at] !== element && this.workers.insertBefore(element, this.workers.children[at] ?? null),
+    );
     while (this.workers.children.length > wanted.length) this.workers.lastChild.remove();
   }
 
@@ -151,7 +181,9 @@ export class ClusterView {
     const live = status.workers.filter(({ state }) => state === "ready").length;
     const all = status.workers.length + missedWorkers(status).size;
     const cards = [...this.cards.values()];
-    const [cached, computed] = ["cachedTokens", "prefillTokens"].map((name) => cards.reduce((total, card) => total + card.recent(name), 0));
+    const [cached, computed] = ["cachedTokens", "prefillTokens"].map((name) =>
+      cards.reduce((total, card) => total + card.recent(name), 0),
+    );
     const speed = cards.reduce((total, card) => total + card.speed, 0);
     const figures = [
       ["State", status.ready ? "ready" : "not ready", status.ready ? "ok" : "bad"],
@@ -163,7 +195,8 @@ export class ClusterView {
       ["Redis", status.redis.ok ? "answers" : "does not answer", status.redis.ok ? "" : "bad"],
       ["Predictions", status.trusted ? "trusted" : "mostly wrong", status.trusted ? "" : "warn"],
     ];
-    if (this.figures.children.length !== figures.length) this.figures.replaceChildren(...figures.map(([name]) => h("div", {}, h("dt", { text: name }), h("dd"))));
+    if (this.figures.children.length !== figures.length)
+      this.figures.replaceChildren(...figures.map(([name]) => h("div", {}, h("dt", { text: name }), h("dd"))));
     figures.forEach(([, text, tone = ""], at) => {
       const value = this.figures.children[at].lastChild;
       setText(value, text);
@@ -179,7 +212,14 @@ export class ClusterView {
     const key = lines.join("\n");
     if (key === this.flowsKey) return;
     this.flowsKey = key;
-    this.flows.replaceChildren(...(lines.length ? [h("li", { class: "flows-title", text: "Before their first token:" }), ...lines.map((text) => h("li", { text }))] : []));
+    this.flows.replaceChildren(
+      ...(lines.length
+        ? [
+            h("li", { class: "flows-title", text: "Before their first token:" }),
+            ...lines.map((text) => h("li", { text })),
+          ]
+        : []),
+    );
   }
 
   // ---- routers and events ----
@@ -190,9 +230,31 @@ export class ClusterView {
     this.routersKey = key;
     this.routers.replaceChildren(
       ...routers.map(({ id, ready, error, trusted, address, host }) => {
-        const [tone, text] = error ? ["bad", error] : !ready ? ["warn", "not ready"] : trusted === false ? ["warn", "ready; predictions are mostly wrong"] : ["ok", "ready"];
-        const drain = this.session().operator ? h("button", { type: "button", class: "quiet", text: "Drain", "aria-label": `Drain ${id}`, onclick: () => this.#drain(id, "router") }) : null;
-        return h("tr", {}, h("th", { scope: "row", text: id }), h("td", {}, h("span", { class: `state ${tone}`, text })), h("td", { text: address }), h("td", { text: host }), h("td", { class: "to-right" }, drain));
+        const [tone, text] = error
+          ? ["bad", error]
+          : !ready
+            ? ["warn", "not ready"]
+            : trusted === false
+              ? ["warn", "ready; predictions are mostly wrong"]
+              : ["ok", "ready"];
+        const drain = this.session().operator
+          ? h("button", {
+              type: "button",
+              class: "quiet",
+              text: "Drain",
+              "aria-label": `Drain ${id}`,
+              onclick: () => this.#drain(id, "router"),
+            })
+          : null;
+        return h(
+          "tr",
+          {},
+          h("th", { scope: "row", text: id }),
+          h("td", {}, h("span", { class: `state ${tone}`, text })),
+          h("td", { text: address }),
+          h("td", { text: host }),
+          h("td", { class: "to-right" }, drain),
+        );
       }),
     );
   }
@@ -200,7 +262,13 @@ export class ClusterView {
   #showEvents({ events }) {
     const merged = [];
     for (const event of events) {
-      const same = merged.find((one) => one.kind === event.kind && one.worker === event.worker && event.at - one.at < TOGETHER_S && !one.seenBy.has(event.router));
+      const same = merged.find(
+        (one) =>
+          one.kind === event.kind &&
+          one.worker === event.worker &&
+          event.at - one.at < TOGETHER_S &&
+          !one.seenBy.has(event.router),
+      );
       if (same) {
         same.requests += event.requests;
         same.seenBy.add(event.router);
@@ -216,7 +284,14 @@ export class ClusterView {
     this.eventsKey = key;
     this.events.replaceChildren(
       ...(shown.length ? shown : [null]).map((event) =>
-        event ? h("li", { class: BAD_EVENTS.has(event.kind) ? "bad" : null }, h("time", { text: clock(event.at * 1000) }), h("span", { text: eventText(event) })) : h("li", {}, h("span", { text: "Nothing has happened since the routers started." })),
+        event
+          ? h(
+              "li",
+              { class: BAD_EVENTS.has(event.kind) ? "bad" : null },
+              h("time", { text: clock(event.at * 1000) }),
+              h("span", { text: eventText(event) }),
+            )
+          : h("li", {}, h("span", { text: "Nothing has happened since the routers started." })),
       ),
     );
   }
@@ -226,7 +301,13 @@ export class ClusterView {
   async #drain(name, kind) {
     const lastOne = kind === "worker" && this.#isLastCombined(name);
     const warning = lastOne ? " It is the last combined worker that is ready: nobody will answer requests." : "";
-    if (!(await confirmDialog(`Drain ${name}? It takes no new requests, finishes its own, and is not started again.${warning}`, "Drain"))) return;
+    if (
+      !(await confirmDialog(
+        `Drain ${name}? It takes no new requests, finishes its own, and is not started again.${warning}`,
+        "Drain",
+      ))
+    )
+      return;
     try {
       await json(`cluster/drain?name=${encodeURIComponent(name)}`, { method: "POST" });
       announce(`${name} drains.`);
@@ -296,7 +377,15 @@ class WorkerCard {
     this.badge = h("span", { class: "badge" });
     this.reason = h("p", { class: "error" });
     this.batch = meter("Batch");
-    this.pages = { bar: h("div", { class: "meter pages" }, PAGE_STATES.map((state) => h("i", { class: state }))), text: h("p", { class: "hint" }), share: h("span", { class: "meter-value" }) };
+    this.pages = {
+      bar: h(
+        "div",
+        { class: "meter pages" },
+        PAGE_STATES.map((state) => h("i", { class: state })),
+      ),
+      text: h("p", { class: "hint" }),
+      share: h("span", { class: "meter-value" }),
+    };
     this.line = s("polyline", { class: "spark", fill: "none", "vector-effect": "non-scaling-stroke" });
     this.facts = h("dl", { class: "facts" });
     this.device = h("p", { class: "hint device" });
@@ -305,13 +394,30 @@ class WorkerCard {
       "article",
       { class: "worker", "aria-labelledby": title.id, data: { worker: id } },
       h("div", { class: "row spread" }, title, this.badge),
-      h("div", { class: "row spread" }, this.state, session().operator ? (this.button = h("button", { type: "button", class: "quiet", text: "Drain", "aria-label": `Drain ${id}`, onclick: drain })) : null),
+      h(
+        "div",
+        { class: "row spread" },
+        this.state,
+        session().operator
+          ? (this.button = h("button", {
+              type: "button",
+              class: "quiet",
+              text: "Drain",
+              "aria-label": `Drain ${id}`,
+              onclick: drain,
+            }))
+          : null,
+      ),
       this.reason,
       this.batch.row,
       h("div", { class: "meter-row" }, h("span", { text: "KV pages" }), this.pages.bar, this.pages.share),
       this.pages.text,
       this.facts,
-      s("svg", { class: "spark-box", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" }, this.line),
+      s(
+        "svg",
+        { class: "spark-box", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" },
+        this.line,
+      ),
       this.device,
     );
   }
@@ -345,7 +451,10 @@ class WorkerCard {
       ["Cached", this.#hitRate(load)],
     ];
     this.#setFacts(facts);
-    const points = this.speeds.map((speed, at) => `${((100 * (HISTORY - this.speeds.length + at)) / (HISTORY - 1)).toFixed(1)},${(23 - (22 * speed) / Math.max(1, ...this.speeds)).toFixed(1)}`);
+    const points = this.speeds.map(
+      (speed, at) =>
+        `${((100 * (HISTORY - this.speeds.length + at)) / (HISTORY - 1)).toFixed(1)},${(23 - (22 * speed) / Math.max(1, ...this.speeds)).toFixed(1)}`,
+    );
     this.line.setAttribute("points", points.join(" "));
     const where = `${info.device || "device unknown"} · ${info.dtype} · pages by ${info.transport}`;
     const slow = load.slowdown > 1.25 ? ` · ${load.slowdown.toFixed(1)} times slower than predicted` : "";
@@ -375,7 +484,12 @@ class WorkerCard {
 
   #count(load, seconds, now) {
     const last = this.history.at(-1);
-    this.history.push({ at: now, decodeTokens: load.decode_tokens, prefillTokens: load.prefill_tokens, cachedTokens: load.cached_tokens });
+    this.history.push({
+      at: now,
+      decodeTokens: load.decode_tokens,
+      prefillTokens: load.prefill_tokens,
+      cachedTokens: load.cached_tokens,
+    });
     if (this.history.length > HISTORY) this.history.shift();
     this.speed = last && seconds ? Math.max(0, load.decode_tokens - last.decodeTokens) / ((now - last.at) / 1000) : 0;
     this.speeds.push(this.speed);
@@ -384,7 +498,9 @@ class WorkerCard {
 
   #hitRate(load) {
     const recent = this.recent("cachedTokens") + this.recent("prefillTokens");
-    const [cached, all] = recent ? [this.recent("cachedTokens"), recent] : [load.cached_tokens, load.cached_tokens + load.prefill_tokens];
+    const [cached, all] = recent
+      ? [this.recent("cachedTokens"), recent]
+      : [load.cached_tokens, load.cached_tokens + load.prefill_tokens];
     return all ? percent(cached / all) : "–";
   }
 
@@ -394,14 +510,20 @@ class WorkerCard {
   }
 
   #showPages(pages, info) {
-    PAGE_STATES.forEach((state, at) => (this.pages.bar.children[at].style.width = `${(100 * pages[state]) / info.num_pages}%`));
+    PAGE_STATES.forEach(
+      (state, at) => (this.pages.bar.children[at].style.width = `${(100 * pages[state]) / info.num_pages}%`),
+    );
     setText(this.pages.share, percent((pages.used + pages.reserved + pages.quarantined) / info.num_pages));
     const told = PAGE_STATES.filter((state) => pages[state]).map((state) => `${count(pages[state])} ${state}`);
-    setText(this.pages.text, `${told.join(", ")} of ${count(info.num_pages)} (${bytes(info.num_pages * info.page_bytes)})`);
+    setText(
+      this.pages.text,
+      `${told.join(", ")} of ${count(info.num_pages)} (${bytes(info.num_pages * info.page_bytes)})`,
+    );
   }
 
   #setFacts(facts) {
-    if (!this.facts.children.length) this.facts.append(...facts.map(([name]) => h("div", {}, h("dt", { text: name }), h("dd"))));
+    if (!this.facts.children.length)
+      this.facts.append(...facts.map(([name]) => h("div", {}, h("dt", { text: name }), h("dd"))));
     facts.forEach(([, text], at) => setText(this.facts.children[at].lastChild, text));
   }
 }

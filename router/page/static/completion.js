@@ -16,7 +16,16 @@ export function newRequestId() {
 
 /** @returns {Measured} */
 export function newMeasured() {
-  return { ttft: null, e2e: null, last: null, tokens: null, promptTokens: null, cachedTokens: null, worker: "", prefill: "" };
+  return {
+    ttft: null,
+    e2e: null,
+    last: null,
+    tokens: null,
+    promptTokens: null,
+    cachedTokens: null,
+    worker: "",
+    prefill: "",
+  };
 }
 
 /** Tokens a second between the first and the last token; null if there are fewer than two. */

@@ -37,7 +37,15 @@ export function addNode(conversation, parent, fields) {
 
 /** Adds an answer that is about to come. */
 export function addAnswer(conversation, parent, fields) {
-  return addNode(conversation, parent, { role: "assistant", reasoning: "", calls: [], state: "running", finish: "", error: "", ...fields });
+  return addNode(conversation, parent, {
+    role: "assistant",
+    reasoning: "",
+    calls: [],
+    state: "running",
+    finish: "",
+    error: "",
+    ...fields,
+  });
 }
 
 /** The messages that are shown, first to last. */

@@ -69,12 +69,20 @@ const ICONS = {
 };
 
 export function icon(name) {
-  return s("svg", { class: "icon", viewBox: "0 0 24 24", "aria-hidden": "true", focusable: "false" }, s("path", { d: ICONS[name] }));
+  return s(
+    "svg",
+    { class: "icon", viewBox: "0 0 24 24", "aria-hidden": "true", focusable: "false" },
+    s("path", { d: ICONS[name] }),
+  );
 }
 
 /** A button with an icon; `label` is its name for those who can't see the icon, and its tooltip. */
 export function iconButton(name, label, onclick, props = {}) {
-  return h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...props }, icon(name));
+  return h(
+    "button",
+    { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...props },
+    icon(name),
+  );
 }
 
 /** Asks a yes-or-no question; resolves to whether the answer was yes. */
@@ -82,13 +90,22 @@ export function confirmDialog(question, yes, { danger = true } = {}) {
   return new Promise((resolve) => {
     const dialog = h(
       "dialog",
-      { class: "question", "aria-label": question, onclose: () => (dialog.remove(), resolve(dialog.returnValue === "yes")) },
+      {
+        class: "question",
+        "aria-label": question,
+        onclose: () => (dialog.remove(), resolve(dialog.returnValue === "yes")),
+      },
       h("p", { text: question }),
       h(
         "div",
         { class: "row end" },
         h("button", { type: "button", text: "Cancel", onclick: () => dialog.close("no") }),
-        h("button", { type: "button", class: danger ? "danger" : "primary", text: yes, onclick: () => dialog.close("yes") }),
+        h("button", {
+          type: "button",
+          class: danger ? "danger" : "primary",
+          text: yes,
+          onclick: () => dialog.close("yes"),
+        }),
       ),
     );
     document.body.append(dialog);

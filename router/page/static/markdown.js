@@ -40,7 +40,8 @@ function nextBlock(text, from) {
   }
   if (HEADING.test(line.text)) return block("heading", line.end, line.complete);
   if (RULE.test(line.text)) return block("rule", line.end, line.complete);
-  if (QUOTE.test(line.text)) return untilLine(lines, line, "quote", start, (one) => one.text.trim() && QUOTE.test(one.text));
+  if (QUOTE.test(line.text))
+    return untilLine(lines, line, "quote", start, (one) => one.text.trim() && QUOTE.test(one.text));
   if (ITEM.test(line.text)) return listBlock(lines, line, start);
   return paragraphBlock(lines, line, start);
 }
@@ -80,7 +81,9 @@ function paragraphBlock(lines, line, start) {
   const block = untilLine(lines, line, kind, start, (one) => {
     if (first && header.includes("|") && TABLE.test(one.text) && one.text.includes("-")) kind = "table";
     first = false;
-    return one.text.trim() && (kind === "table" ? one.text.includes("|") || TABLE.test(one.text) : !startsBlock(one.text));
+    return (
+      one.text.trim() && (kind === "table" ? one.text.includes("|") || TABLE.test(one.text) : !startsBlock(one.text))
+    );
   });
   return { ...block, kind };
 }
@@ -113,7 +116,8 @@ function lineReader(text, from) {
 
 function blocksOf(text) {
   const blocks = [];
-  for (let block = nextBlock(text, 0); block; block = nextBlock(text, block.end)) blocks.push([block.kind, text.slice(block.start, block.end)]);
+  for (let block = nextBlock(text, 0); block; block = nextBlock(text, block.end))
+    blocks.push([block.kind, text.slice(block.start, block.end)]);
   return blocks;
 }
 
@@ -151,13 +155,17 @@ function code(source) {
   const [first, ...rest] = source.split("\n");
   const [, marks, info] = FENCE.exec(first);
   const language = info.trim().split(/\s/, 1)[0];
-  const closed = rest.length && new RegExp(`^ {0,3}${marks[0]}{${marks.length},}[ \\t]*$`).test(rest.at(-1) || rest.at(-2) || "");
+  const closed =
+    rest.length && new RegExp(`^ {0,3}${marks[0]}{${marks.length},}[ \\t]*$`).test(rest.at(-1) || rest.at(-2) || "");
   if (rest.at(-1) === "") rest.pop();
   if (closed) rest.pop();
   const pre = h("pre", { tabindex: "0", role: "group", "aria-label": language ? `${language} code` : "Code" });
   addCode(pre, rest.join("\n"));
   const copy = copyButton("Copy code", () => pre.textContent);
-  return { element: h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", { text: language }), copy), pre), pre };
+  return {
+    element: h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", { text: language }), copy), pre),
+    pre,
+  };
 }
 
 // Adds text to a code block, in pieces: browsers then lay out only those that are in sight.
@@ -211,16 +219,35 @@ function itemContent(text, depth, loose) {
 function table(source) {
   const [head, rule, ...body] = source.trim().split("\n");
   const sides = cells(rule).map((cell) => (/:$/.test(cell) ? (/^:/.test(cell) ? "center" : "right") : "left"));
-  const row = (line, tag) => h("tr", {}, cells(line).slice(0, sides.length).map((cell, at) => h(tag, { class: `to-${sides[at]}`, scope: tag === "th" ? "col" : null }, inline(cell))));
+  const row = (line, tag) =>
+    h(
+      "tr",
+      {},
+      cells(line)
+        .slice(0, sides.length)
+        .map((cell, at) => h(tag, { class: `to-${sides[at]}`, scope: tag === "th" ? "col" : null }, inline(cell))),
+    );
   return h(
     "div",
     { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" },
-    h("table", {}, h("thead", {}, row(head, "th")), h("tbody", {}, body.map((line) => row(line, "td")))),
+    h(
+      "table",
+      {},
+      h("thead", {}, row(head, "th")),
+      h(
+        "tbody",
+        {},
+        body.map((line) => row(line, "td")),
+      ),
+    ),
   );
 }
 
 function cells(line) {
-  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  const inner = line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/(?<!\\)\|$/, "");
   return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
@@ -232,7 +259,8 @@ const STRONG = /\*\*(?=\S)([^]{0,2000}?[^\s\\])\*\*|__(?=\S)([^]{0,2000}?[^\s\\]
 const BOTH = /\*\*\*(?=\S)([^]{0,2000}?[^\s\\])\*\*\*/y;
 const EMPHASIS = /\*(?=[^\s*])([^]{0,2000}?[^\s\\*])\*(?!\*)|_(?=[^\s_])([^]{0,2000}?[^\s\\_])_(?![\p{L}\p{N}_])/uy;
 const STRUCK = /~~(?=\S)([^]{0,2000}?\S)~~/y;
-const LINK = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]{0,200}\]){0,500})\]\([ \t]*<?([^\s<>()]{0,2000}(?:\([^\s()]{0,200}\)[^\s()<>]{0,500}){0,4})>?(?:[ \t]+"[^"\n]{0,500}")?[ \t]*\)/y;
+const LINK =
+  /!?\[((?:[^[\]\\]|\\.|\[[^[\]]{0,200}\]){0,500})\]\([ \t]*<?([^\s<>()]{0,2000}(?:\([^\s()]{0,200}\)[^\s()<>]{0,500}){0,4})>?(?:[ \t]+"[^"\n]{0,500}")?[ \t]*\)/y;
 const ADDRESS = /<?(https?:\/\/[^\s<>"'`]{1,2000}?)(?:>|(?=[.,;:!?)\]]*(?:[\s<>"'`]|$)))/y;
 
 /** The nodes that show a text with emphasis, code and links. */
@@ -278,7 +306,9 @@ function spanAt(text, at, depth) {
       return [h("br"), 1];
     case "`":
       found = match(CODE);
-      return found && [h("code", { text: found[2].replace(/^ (.*\S.*) $/s, "$1").replaceAll("\n", " ") }), found[0].length];
+      return (
+        found && [h("code", { text: found[2].replace(/^ (.*\S.*) $/s, "$1").replaceAll("\n", " ") }), found[0].length]
+      );
     case "*":
     case "_":
       if (text[at] === "_" && /[\p{L}\p{N}]/u.test(text[at - 1] ?? "")) return null; // snake_case

@@ -37,7 +37,13 @@ export class MessageView {
     this.element = h(
       "li",
       { class: `message ${node.role}`, data: { id: node.id, role: node.role } },
-      h("div", { class: "head" }, h("h2", { class: "who", text: name }), this.branches, (this.tools = h("span", { class: "tools" }))),
+      h(
+        "div",
+        { class: "head" },
+        h("h2", { class: "who", text: name }),
+        this.branches,
+        (this.tools = h("span", { class: "tools" })),
+      ),
       this.body,
       this.foot,
     );
@@ -55,7 +61,8 @@ export class MessageView {
       this.branches.replaceChildren();
       return;
     }
-    const step = (name, label, to) => iconButton(name, label, () => this.actions.choose(this.node, ids[to]), { disabled: to < 0 || to >= ids.length });
+    const step = (name, label, to) =>
+      iconButton(name, label, () => this.actions.choose(this.node, ids[to]), { disabled: to < 0 || to >= ids.length });
     this.branches.replaceChildren(
       step("chevronLeft", "Earlier version", at - 1),
       h("span", { text: `${at + 1} of ${ids.length}` }),
@@ -72,7 +79,10 @@ export class MessageView {
     const areas = this.node.calls.map((call, at) => {
       const id = `result-${this.node.id}-${at}`;
       const area = h("textarea", { id, rows: 2, spellcheck: "false" });
-      return { area, field: h("div", { class: "field" }, h("label", { for: id, text: `Result of ${call.function.name}` }), area) };
+      return {
+        area,
+        field: h("div", { class: "field" }, h("label", { for: id, text: `Result of ${call.function.name}` }), area),
+      };
     });
     const form = h(
       "form",
@@ -80,7 +90,10 @@ export class MessageView {
         class: "results",
         onsubmit: (event) => {
           event.preventDefault();
-          this.actions.sendResults(this.node, areas.map(({ area }) => area.value));
+          this.actions.sendResults(
+            this.node,
+            areas.map(({ area }) => area.value),
+          );
         },
       },
       areas.map(({ field }) => field),
@@ -99,7 +112,10 @@ export class MessageView {
   }
 
   #edit() {
-    const area = h("textarea", { rows: Math.min(12, this.node.content.split("\n").length + 1), "aria-label": "Edited message" });
+    const area = h("textarea", {
+      rows: Math.min(12, this.node.content.split("\n").length + 1),
+      "aria-label": "Edited message",
+    });
     area.value = this.node.content;
     const end = () => this.#showQuestion();
     const form = h(
@@ -114,7 +130,12 @@ export class MessageView {
         onkeydown: (event) => event.key === "Escape" && end(),
       },
       area,
-      h("div", { class: "row end" }, h("button", { type: "button", text: "Cancel", onclick: end }), h("button", { class: "primary", text: "Send" })),
+      h(
+        "div",
+        { class: "row end" },
+        h("button", { type: "button", text: "Cancel", onclick: end }),
+        h("button", { class: "primary", text: "Send" }),
+      ),
     );
     this.body.replaceChildren(form);
     this.tools.replaceChildren();
@@ -125,7 +146,12 @@ export class MessageView {
 
   #buildAnswer() {
     const { node } = this;
-    this.reasoning = h("details", { class: "reasoning", hidden: true }, (this.reasoningTitle = h("summary", { text: "Reasoning" })), (this.reasoningBody = h("div", { class: "plain" })));
+    this.reasoning = h(
+      "details",
+      { class: "reasoning", hidden: true },
+      (this.reasoningTitle = h("summary", { text: "Reasoning" })),
+      (this.reasoningBody = h("div", { class: "plain" })),
+    );
     this.text = h("div", { class: "markdown" });
     this.calls = h("div", { class: "calls" });
     this.results = h("div");
@@ -176,7 +202,8 @@ export class MessageView {
       this.reasoningText = document.createTextNode("");
       this.reasoningBody.append(this.reasoningText);
     }
-    if (reasoning.length > this.reasoningText.length) this.reasoningText.appendData(reasoning.slice(this.reasoningText.length));
+    if (reasoning.length > this.reasoningText.length)
+      this.reasoningText.appendData(reasoning.slice(this.reasoningText.length));
     setText(this.reasoningTitle, state === "running" && !content ? "Reasoning…" : "Reasoning");
   }
 
@@ -186,7 +213,12 @@ export class MessageView {
     this.shownCalls = key;
     this.calls.replaceChildren(
       ...this.node.calls.map(({ function: { name, arguments: text } }) =>
-        h("div", { class: "call" }, h("div", { class: "call-name" }, "Calls ", h("code", { text: name })), h("pre", { tabindex: "0", role: "group", "aria-label": `Arguments of ${name}`, text: indented(text) })),
+        h(
+          "div",
+          { class: "call" },
+          h("div", { class: "call-name" }, "Calls ", h("code", { text: name })),
+          h("pre", { tabindex: "0", role: "group", "aria-label": `Arguments of ${name}`, text: indented(text) }),
+        ),
       ),
     );
   }
@@ -215,8 +247,12 @@ function figuresOf({ measured, state, finish }) {
   const speed = tokensPerSecond(measured);
   if (speed !== null) parts.push(`${rate(speed)} tokens/s`);
   if (measured.tokens !== null) parts.push(plural(measured.tokens, "token"));
-  if (measured.promptTokens !== null) parts.push(`${count(measured.promptTokens)} in the prompt${measured.cachedTokens ? `, ${count(measured.cachedTokens)} of them cached` : ""}`);
-  if (measured.worker) parts.push(measured.prefill ? `remote: ${measured.prefill} → ${measured.worker}` : `local: ${measured.worker}`);
+  if (measured.promptTokens !== null)
+    parts.push(
+      `${count(measured.promptTokens)} in the prompt${measured.cachedTokens ? `, ${count(measured.cachedTokens)} of them cached` : ""}`,
+    );
+  if (measured.worker)
+    parts.push(measured.prefill ? `remote: ${measured.prefill} → ${measured.worker}` : `local: ${measured.worker}`);
   if (state === "stopped") parts.push("stopped");
   else if (FINISHES[finish]) parts.push(FINISHES[finish]);
   return parts.join(" · ");

@@ -62,8 +62,23 @@ export function settingsPanel(onChange) {
   };
   const numbers = NUMBERS.map(number);
   const area = (id, label, rows, hint, oninput) => {
-    const input = h("textarea", { id, rows, spellcheck: "false", "aria-describedby": hint ? `${id}-hint` : null, oninput: () => changed(() => oninput(input)) });
-    return { input, row: h("div", { class: "field wide" }, h("label", { for: id, text: label }), input, hint ? h("p", { class: "hint", id: `${id}-hint`, text: hint }) : null) };
+    const input = h("textarea", {
+      id,
+      rows,
+      spellcheck: "false",
+      "aria-describedby": hint ? `${id}-hint` : null,
+      oninput: () => changed(() => oninput(input)),
+    });
+    return {
+      input,
+      row: h(
+        "div",
+        { class: "field wide" },
+        h("label", { for: id, text: label }),
+        input,
+        hint ? h("p", { class: "hint", id: `${id}-hint`, text: hint }) : null,
+      ),
+    };
   };
   const system = area("setting-system", "System prompt", 4, "", (input) => (conversation.system = input.value));
   const stop = area("setting-stop", "Stop strings", 2, "One a line, up to 4.", (input) => {
@@ -103,10 +118,18 @@ export function settingsPanel(onChange) {
     "div",
     { class: "settings-fields" },
     system.row,
-    h("div", { class: "grid" }, numbers.map((one) => one.row), h("div", { class: "field" }, h("label", { for: "setting-effort", text: "Reasoning" }), effort)),
+    h(
+      "div",
+      { class: "grid" },
+      numbers.map((one) => one.row),
+      h("div", { class: "field" }, h("label", { for: "setting-effort", text: "Reasoning" }), effort),
+    ),
     stop.row,
     tools.row,
-    h("p", { class: "hint", text: "What is left empty is as the model or the server has it. Settings belong to this conversation." }),
+    h("p", {
+      class: "hint",
+      text: "What is left empty is as the model or the server has it. Settings belong to this conversation.",
+    }),
   );
 
   return {

@@ -35,13 +35,19 @@ export class Storage {
 
   /** Id, title and date of all conversations, latest first. */
   async list() {
-    const titles = this.database ? await this.#run("titles", "readonly", (store) => store.getAll(this.#range())) : [...this.memory.values()];
-    return titles.map(({ id, title, updated }) => ({ id, title, updated })).sort((one, other) => other.updated - one.updated);
+    const titles = this.database
+      ? await this.#run("titles", "readonly", (store) => store.getAll(this.#range()))
+      : [...this.memory.values()];
+    return titles
+      .map(({ id, title, updated }) => ({ id, title, updated }))
+      .sort((one, other) => other.updated - one.updated);
   }
 
   /** A conversation; undefined if there is none with this id. */
   async read(id) {
-    const kept = this.database ? await this.#run("conversations", "readonly", (store) => store.get([this.tenant, id])) : this.memory.get(id);
+    const kept = this.database
+      ? await this.#run("conversations", "readonly", (store) => store.get([this.tenant, id]))
+      : this.memory.get(id);
     return kept && structuredClone(kept.conversation ?? kept);
   }
 
@@ -95,7 +101,8 @@ export class Storage {
 function openDatabase() {
   const opening = indexedDB.open(NAME, 1);
   opening.onupgradeneeded = () => {
-    for (const name of ["titles", "conversations"]) opening.result.createObjectStore(name, { keyPath: ["tenant", "id"] });
+    for (const name of ["titles", "conversations"])
+      opening.result.createObjectStore(name, { keyPath: ["tenant", "id"] });
   };
   return answer(opening);
 }

@@ -50,7 +50,8 @@ export function lineOf(placements) {
     until("prefill", firstAt, computing);
     first ??= firstAt;
     const second = firstAt + (actual.first_gap_ms ?? 0);
-    if (actual.landed && actual.first_gap_ms !== null) until("transfer", Math.min(second, firstAt + actual.landed.waited_ms), decode);
+    if (actual.landed && actual.first_gap_ms !== null)
+      until("transfer", Math.min(second, firstAt + actual.landed.waited_ms), decode);
     until("decode", actual.last_ms, decode);
     for (const tick of actual.ticks_ms ?? []) ticks.push(tick);
   }
@@ -100,7 +101,11 @@ export function timeLine(placements) {
     "details",
     {},
     h("summary", { text: "Why it took this long" }),
-    h("ul", { class: "told" }, told.map((sentence) => h("li", { text: sentence }))),
+    h(
+      "ul",
+      { class: "told" },
+      told.map((sentence) => h("li", { text: sentence })),
+    ),
     phaseTable(line),
     optionsTable(placements[0]),
   );
@@ -113,7 +118,13 @@ export function timeLine(placements) {
     ]),
     line.first !== null && line.total > line.first ? decodePanel(line, predicted) : null,
   );
-  return h("div", { class: "time-line", data: { total: line.total.toFixed(2), first: (line.first ?? 0).toFixed(2) } }, panels, legend(line), details);
+  return h(
+    "div",
+    { class: "time-line", data: { total: line.total.toFixed(2), first: (line.first ?? 0).toFixed(2) } },
+    panels,
+    legend(line),
+    details,
+  );
 }
 
 function decodePanel(line, predicted) {
@@ -123,7 +134,8 @@ function decodePanel(line, predicted) {
   was.append(tickMarks(line.ticks, line.first, scale));
   for (const stall of line.stalls) was.append(mark("stall", stall.from - line.first, stall.to - line.first, scale));
   const rows = [["was", was]];
-  if (predicted.decodeMs) rows.push(["predicted", bars([{ kind: "decode", from: 0, to: predicted.decodeMs }], 0, scale, scale)]);
+  if (predicted.decodeMs)
+    rows.push(["predicted", bars([{ kind: "decode", from: 0, to: predicted.decodeMs }], 0, scale, scale)]);
   return panel(`then ${duration(length)}`, rows);
 }
 
@@ -132,7 +144,11 @@ function predictedLine(predicted, line) {
   const early = [];
   let at = 0;
   const parts = cost
-    ? [["queue", cost.wait_ms], ["prefill", cost.prefill_ms], ["router", cost.handoff_ms]]
+    ? [
+        ["queue", cost.wait_ms],
+        ["prefill", cost.prefill_ms],
+        ["router", cost.handoff_ms],
+      ]
     : [["prefill", predicted.ttft_ms]]; // what other tenants' requests add is not told apart
   for (const [kind, length] of parts) {
     if (length > 0) early.push({ kind, from: at, to: at + length });
@@ -142,12 +158,21 @@ function predictedLine(predicted, line) {
 }
 
 function panel(title, rows) {
-  return h("div", { class: "panel" }, h("div", { class: "panel-title", text: title }), rows.map(([name, bar]) => [h("span", { class: "row-name", text: name }), bar]));
+  return h(
+    "div",
+    { class: "panel" },
+    h("div", { class: "panel-title", text: title }),
+    rows.map(([name, bar]) => [h("span", { class: "row-name", text: name }), bar]),
+  );
 }
 
 function bars(phases, from, to, scale) {
   const shown = phases.filter((phase) => phase.from < to && phase.to > from);
-  return h("div", { class: "bar" }, shown.map((phase) => mark(phase.kind, Math.max(from, phase.from) - from, Math.min(to, phase.to) - from, scale)));
+  return h(
+    "div",
+    { class: "bar" },
+    shown.map((phase) => mark(phase.kind, Math.max(from, phase.from) - from, Math.min(to, phase.to) - from, scale)),
+  );
 }
 
 function mark(kind, from, to, scale) {
@@ -159,7 +184,11 @@ function mark(kind, from, to, scale) {
 
 function tickMarks(ticks, first, scale) {
   const path = ticks.map((tick) => `M${((1000 * (tick - first)) / scale).toFixed(1)} 0V10`).join("");
-  return s("svg", { class: "ticks", viewBox: "0 0 1000 10", preserveAspectRatio: "none" }, s("path", { d: path, "vector-effect": "non-scaling-stroke" }));
+  return s(
+    "svg",
+    { class: "ticks", viewBox: "0 0 1000 10", preserveAspectRatio: "none" },
+    s("path", { d: path, "vector-effect": "non-scaling-stroke" }),
+  );
 }
 
 function legend(line) {
@@ -170,26 +199,68 @@ function legend(line) {
 }
 
 function summary(line) {
-  return line.phases.map((phase) => `${NAMES[phase.kind]}${phase.worker ? ` on ${phase.worker}` : ""} ${duration(phase.to - phase.from)}`).join(", ");
+  return line.phases
+    .map(
+      (phase) => `${NAMES[phase.kind]}${phase.worker ? ` on ${phase.worker}` : ""} ${duration(phase.to - phase.from)}`,
+    )
+    .join(", ");
 }
 
 function phaseTable(line) {
   const rows = line.phases.map(({ kind, from, to, worker }) =>
-    h("tr", {}, h("th", { scope: "row", text: NAMES[kind] }), h("td", { text: worker }), h("td", { class: "to-right", text: duration(from) }), h("td", { class: "to-right", text: duration(to - from) })),
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row", text: NAMES[kind] }),
+      h("td", { text: worker }),
+      h("td", { class: "to-right", text: duration(from) }),
+      h("td", { class: "to-right", text: duration(to - from) }),
+    ),
   );
-  rows.push(h("tr", { class: "sum" }, h("th", { scope: "row", text: "sum" }), h("td"), h("td"), h("td", { class: "to-right", text: duration(line.total) })));
+  rows.push(
+    h(
+      "tr",
+      { class: "sum" },
+      h("th", { scope: "row", text: "sum" }),
+      h("td"),
+      h("td"),
+      h("td", { class: "to-right", text: duration(line.total) }),
+    ),
+  );
   return table("Phases", ["Phase", "Worker", "Begins", "Takes"], rows, 2);
 }
 
 function optionsTable({ predicted, options }) {
   if (!options.length || !options[0].cost) return null;
   const rows = options.map((option) => {
-    const chosen = option.decode === predicted.decode && option.prefill === predicted.prefill && option.prefix_source === predicted.prefix_source;
-    const way = option.prefill ? `${option.prefill} → ${option.decode}` : option.prefix_source ? `${option.decode} with the cache of ${option.prefix_source}` : option.decode;
-    const figures = [count(option.uncached_tokens), duration(option.ttft_ms), duration(option.gaps_ms), duration(option.cost_ms)];
-    return h("tr", { class: chosen ? "chosen" : null }, h("th", { scope: "row" }, way, chosen ? " (chosen)" : ""), figures.map((figure) => h("td", { class: "to-right", text: figure })));
+    const chosen =
+      option.decode === predicted.decode &&
+      option.prefill === predicted.prefill &&
+      option.prefix_source === predicted.prefix_source;
+    const way = option.prefill
+      ? `${option.prefill} → ${option.decode}`
+      : option.prefix_source
+        ? `${option.decode} with the cache of ${option.prefix_source}`
+        : option.decode;
+    const figures = [
+      count(option.uncached_tokens),
+      duration(option.ttft_ms),
+      duration(option.gaps_ms),
+      duration(option.cost_ms),
+    ];
+    return h(
+      "tr",
+      { class: chosen ? "chosen" : null },
+      h("th", { scope: "row" }, way, chosen ? " (chosen)" : ""),
+      figures.map((figure) => h("td", { class: "to-right", text: figure })),
+    );
   });
-  return table("What each way was predicted to cost", ["Way", "New tokens", "First token", "Later delays", "Cost"], rows, 1);
+  return table(
+    "What each way was predicted to cost",
+    ["Way", "New tokens", "First token", "Later delays", "Cost"],
+    rows,
+    1,
+  );
 }
 
 function table(caption, heads, rows, firstNumber) {
@@ -200,7 +271,15 @@ function table(caption, heads, rows, firstNumber) {
       "table",
       {},
       h("caption", { text: caption }),
-      h("thead", {}, h("tr", {}, heads.map((head, at) => h("th", { scope: "col", class: at >= firstNumber ? "to-right" : null, text: head })))),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          heads.map((head, at) => h("th", { scope: "col", class: at >= firstNumber ? "to-right" : null, text: head })),
+        ),
+      ),
       h("tbody", {}, rows),
     ),
   );
