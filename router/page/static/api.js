@@ -41,7 +41,8 @@ export class ApiError extends Error {
  */
 export async function request(path, { method = "GET", body, headers = {}, signal } = {}) {
   const sent = { ...headers };
-  if (key) sent.authorization = `Bearer ${key}`;
+  const used = key;
+  if (used) sent.authorization = `Bearer ${used}`;
   if (body !== undefined) sent["content-type"] = "application/json";
   const options = { method, headers: sent, signal, cache: "no-store" };
   let response;
@@ -53,7 +54,7 @@ export async function request(path, { method = "GET", body, headers = {}, signal
   }
   if (response.ok) return response;
   const error = await readError(response);
-  if (response.status === 401) onUnauthorized(error.message);
+  if (response.status === 401 && used === key) onUnauthorized(error.message); // else somebody has signed out meanwhile
   throw error;
 }
 

@@ -39,6 +39,7 @@ export class Chat {
     this.drafts = new Map(); // by conversation
     this.views = new Map(); // of the shown conversation, by node
     this.sticks = true; // the newest text stays in sight
+    this.closed = false;
     this.#build();
     storage.onChange((id) => this.#changedElsewhere(id));
   }
@@ -51,6 +52,7 @@ export class Chat {
 
   /** Ends what runs. */
   close() {
+    this.closed = true;
     for (const controller of this.running.values()) controller.abort();
     this.storage.close();
   }
@@ -420,6 +422,7 @@ export class Chat {
       this.#failed(node, error);
     }
     this.running.delete(node.id);
+    if (this.closed) return;
     if (conversation === this.conversation) {
       this.#show();
       announce(spoken(node));

@@ -19,7 +19,7 @@ export class Storage {
   constructor(tenant, database) {
     this.tenant = tenant;
     this.database = database;
-    this.memory = new Map();
+    this.memory = new Map(); // what the database could not take
     this.channel = new BroadcastChannel(NAME);
   }
 
@@ -35,37 +35,35 @@ export class Storage {
 
   /** Id, title and date of all conversations, latest first. */
   async list() {
-    const titles = this.database
-      ? await this.#run("titles", "readonly", (store) => store.getAll(this.#range()))
-      : [...this.memory.values()];
-    return titles
+    const kept = this.database
+      ? await this.#run("titles", (store) => store.getAll(this.#range()))
+      : [];
+    return [...kept.filter(({ id }) => !this.memory.has(id)), ...this.memory.values()]
       .map(({ id, title, updated }) => ({ id, title, updated }))
       .sort((one, other) => other.updated - one.updated);
   }
 
   /** A conversation; undefined if there is none with this id. */
   async read(id) {
-    const kept = this.database
-      ? await this.#run("conversations", "readonly", (store) => store.get([this.tenant, id]))
-      : this.memory.get(id);
-    return kept && structuredClone(kept.conversation ?? kept);
+    if (this.memory.has(id) || !this.database) return structuredClone(this.memory.get(id));
+    return (await this.#run("conversations", (store) => store.get([this.tenant, id])))?.conversation;
   }
 
-  /** Keeps a conversation. Resolves to false if there is no room; it then is in memory only. */
+  /** Keeps a conversation; in memory only, if the database has no room. */
   async write(conversation) {
     const { id, title, updated } = conversation;
-    this.memory.set(id, conversation);
-    if (!this.database) return false;
     try {
+      if (!this.database) throw new Error("no database");
       const transaction = this.database.transaction(["titles", "conversations"], "readwrite");
       transaction.objectStore("titles").put({ tenant: this.tenant, id, title, updated });
       transaction.objectStore("conversations").put({ tenant: this.tenant, id, conversation });
       await ended(transaction);
     } catch {
-      return false;
+      this.memory.set(id, conversation);
+      return;
     }
+    this.memory.delete(id);
     this.channel.postMessage({ tenant: this.tenant, id });
-    return true;
   }
 
   /** Removes a conversation. */
@@ -93,8 +91,8 @@ export class Storage {
     return IDBKeyRange.bound([this.tenant], [this.tenant, []]);
   }
 
-  #run(name, mode, ask) {
-    return answer(ask(this.database.transaction(name, mode).objectStore(name)));
+  #run(name, ask) {
+    return answer(ask(this.database.transaction(name).objectStore(name)));
   }
 }
 
