@@ -43,6 +43,7 @@ from router.listener import listen
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_metrics import PlannerMetrics
 from router.operations.summary import summarize
+from router.operations.vllm_metrics import ServedMetrics, VllmMetrics
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
 from router.request_metrics import RequestMetrics, RouterMetrics
@@ -124,6 +125,8 @@ async def serve(
     metrics.registry().register(PlannerMetrics(roster))
     threads = FairThreads()  # tenants share the threads of all models fairly
     models = Models([_service(settings, one, router_id, secret, metrics, threads) for one in served])
+    measured = [ServedMetrics(one.name, one.metrics, one.workers) for one in models.services]
+    metrics.registry().register(VllmMetrics(measured))
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: roster.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)

@@ -262,6 +262,15 @@ class CompletionResponse(Response):
         metrics.usage.call(self.requests[0].tenant, usage["completion_tokens"])
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
         metrics.cached_tokens.inc(self._cached_tokens)
-        metrics.output_tokens.inc(usage["completion_tokens"])
-        if outcome == "completed":
-            metrics.e2e(route).observe(self._loop.time() - self._received)
+        if self._route is not None:
+            for request in self.requests:
+                metrics.prompt_length.observe(request.prompt_len)
+            for choice in self._choices:
+                metrics.output_length.observe(choice.num_tokens)
+        for choice in self._choices:
+            metrics.choices(choice.finish or ("abort" if self.gone else "error")).inc()
+        if outcome == "completed" and self._route is not None and self._ttft_s is not None:
+            e2e_s, queue_s = self._loop.time() - self._received, self._route.queue_ms / 1e3
+            metrics.e2e(route).observe(e2e_s)
+            metrics.prefill.observe(max(0.0, self._ttft_s - queue_s))
+            metrics.decode.observe(e2e_s - self._ttft_s)

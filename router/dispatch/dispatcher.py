@@ -300,16 +300,19 @@ class Dispatcher:
         choice, loop = request.choices[index], asyncio.get_running_loop()
         now = loop.time()
         attempt.on_output(output, now, self._learning)
+        if output.HasField("landed"):
+            self._metrics.transfer_wait.observe(output.landed.waited_ms / 1e3)
         if attempt.parked is not None:
             self._moved(attempt)
         if attempt.crashes:
             self._end_probation(attempt, len(token_ids))
         request.outputs[index].extend(token_ids)
         self._metrics.activity.tokens += len(token_ids)
-        if choice.num_tokens:
+        if known := choice.num_tokens:
             self._metrics.itl.observe(now - choice.last_at)
         choice.last_at = now
         choice.push(token_ids, output.logprobs, output.finish)
+        self._metrics.output_tokens.inc(choice.num_tokens - known)
         if choice.has_delta:
             request.consumer.updated(choice)
         if not request.started:
