@@ -48,4 +48,5 @@ class PrefixFetch(RemotePrefill):
             common_address=context.transport.common_address,
             checksums=context.settings.kv_checksum,
             cache_only=True,
+            traceparent=self._traceparent,
         )

@@ -91,6 +91,7 @@ class RemotePrefill:
         cached_tokens: Tokens of the prompt that this worker has cached.
         on_first: Called once, with the first tokens and how they were computed.
         on_landed: Called once, when all pages are here, if any were missing.
+        traceparent: Names the span of the call; empty if the request is not traced.
         open_choices: Returns the choices that the router still wants.
 
     Attributes:
@@ -107,6 +108,7 @@ class RemotePrefill:
         landings: LandingQueue,
         on_first: Callable[[Sequence[Output], pb.Prefilled], None],
         on_landed: Callable[[pb.Landed], None],
+        traceparent: str,
         open_choices: Callable[[], Collection[int]],
     ) -> None:
         self.state = RemotePrefillState.CONNECTING
@@ -118,6 +120,7 @@ class RemotePrefill:
         self._landings = landings
         self._on_first = on_first
         self._on_landed = on_landed
+        self._traceparent = traceparent
         self._open_choices = open_choices
         self._waits_since = asyncio.get_running_loop().time()  # for the pages
         self._cancelled = False
@@ -436,4 +439,5 @@ class RemotePrefill:
             deadline_ms=deadline_ms_to_wire(request, time.monotonic()),
             request=request.number,
             checksums=context.settings.kv_checksum,
+            traceparent=self._traceparent,
         )

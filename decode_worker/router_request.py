@@ -12,6 +12,7 @@ closed choice, so each (request, attempt, choice) gets exactly one last message.
 
 import asyncio
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from cpd.common.errors import QueueFullError
 from cpd.common.logs import fields
@@ -19,6 +20,9 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import Output, Request
 from worker.async_engine import EngineDiedError
 from worker.router_session import RouterSession
+
+if TYPE_CHECKING:
+    from decode_worker.answer_trace import AnswerTrace
 
 Key = tuple[int, int, int]
 """Session number, request, attempt."""
@@ -38,6 +42,7 @@ class RouterRequest:
         parking: The engine was told to park it, and nothing more is sent for it. Its choices stay open until they are
             aborted or resumed.
         pinned: While it is parked, the pins of its pages.
+        trace: Its spans; None if it is not traced.
     """
 
     def __init__(self, session: RouterSession, message: pb.Submit, request: Request) -> None:
@@ -49,9 +54,10 @@ class RouterRequest:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]
         self.prefix_worker = ""
-        self.fetched: pb.Landed | None = None
+        self.fetched: pb.Landed |self.trace: "AnswerTrace | None" = None
         self.parking = False
         self.pinned: list[int] = []
+        self.trace: AnswerTrace | None = None
         self._open = set(range(request.first_choice, request.first_choice + request.n))
         self._prefilled_sent: set[int] = set()
         self._landed: pb.Landed | None = None  # not told to the router yet
@@ -88,6 +94,8 @@ class RouterRequest:
                     fetched=self.fetched,
                 )
                 self.session.send_output(request, attempt, output, prefilled or here)
+                if self.trace is not None:
+                    self.trace.first_tokens(prefilled or here)
             if output.finish is not None:
                 self.close({output.choice})
 
@@ -98,6 +106,8 @@ class RouterRequest:
     def pages_landed(self, landed: pb.Landed) -> None:
         """Takes note of the pages of a prefill worker, to tell it with the next tokens."""
         self._landed = landed
+        if self.trace is not None:
+            self.trace.landed(landed)
 
     def refuse(
         self,
@@ -111,6 +121,8 @@ class RouterRequest:
         """Ends all open choices with one refusal."""
         if not self._open:
             return
+        if self.trace is not None:
+            self.trace.error = message
         _, request, attempt = self.key
         self.session.refuse(
             pb.Refusal(

@@ -88,9 +88,7 @@ class RequestMetrics:
             return made
 
         def histogram(name: str, help_text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
-            made = self.metrics[name] = Histogram(
-                f"cpd_{name}", help_text, labels, buckets=buckets, registry=registry
-            )
+            made = self.metrics[name] = Histogram(f"cpd_{name}", help_text, labels, buckets=buckets, registry=registry)
             return made
 
         self.requests = cache(counter("requests", "API calls by outcome.", "outcome", "route").labels)

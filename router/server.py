@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from redis.asyncio import Redis
@@ -50,6 +50,9 @@ from router.request_metrics import RequestMetrics, RouterMetrics
 from router.server_certificate import ServerCertificate, certificate_files, server_context
 from router.text.fair_threads import FairThreads
 from router.text.text_files import load_text_files
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 REDIS_TIMEOUT_S = 2.0
 PEERS_POLL_S = 0.1
@@ -131,8 +134,9 @@ async def serve(
     peers = PeerRouters(router_id, lambda: roster.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
+    tracing = _start_tracing(settings, router_id)
     server = _server(
-        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle),
+        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle, tracing),
         clients,
         tls.context if pair else None,
     )
@@ -192,7 +196,23 @@ async def serve(
             ended.set()
             for helper in helpers:
                 helper.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     return lifecycle.exit_code
+
+
+def _start_tracing(settings: RouterSettings, router_id: str) -> "Tracing | None":
+    if not settings.otlp_endpoint:
+        return None
+    from cpd.common.tracing import Tracing  # and OpenTelemetry with it
+
+    return Tracing(
+        settings.otlp_endpoint,
+        service="cpd-router",
+        instance=router_id,
+        cluster=settings.cluster,
+        share=settings.otlp_sampling,
+    )
 
 
 def _served(settings: RouterSettings) -> list[ServedModel]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import WorkerSettings
@@ -14,6 +15,9 @@ from worker.async_engine import AsyncEngine
 from worker.grammars import Grammars
 from worker.prefill_client import PrefillClient
 from worker.wire_format import Limits
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 EXIT_RESTART = 75
 """Exit code of a worker that must be restarted."""
@@ -60,6 +64,7 @@ class WorkerContext:
         progress: See `LoadedEngine`.
         grammars: Compiles the grammars of requests.
         load_changed: Call it when a value in the load report may have changed.
+        tracing: Sends spans; None without a collector.
     """
 
     worker_id: str
@@ -75,3 +80,4 @@ class WorkerContext:
     grammars: Grammars
     lifecycle: Lifecycle
     load_changed: Callable[[], None]
+    tracing: "Tracing | None" = None

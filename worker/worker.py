@@ -18,7 +18,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -53,6 +53,9 @@ from worker.prefill_client import PrefillClient
 from worker.service import MakeDecodePart, MakePrefillPart, WorkerService
 from worker.session_server import HELLO_BYTES, SessionServer
 from worker.watchdog import HANG_S, hang
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +185,7 @@ class Worker:
                 grammars=self._grammars,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
+                tracing=self._start_tracing(),
             ),
             self._make_decode,
             self._make_prefill,
@@ -203,6 +207,16 @@ class Worker:
         await self._listen(host)
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, without_fingerprint(self.address))
+
+    def _start_tracing(self) -> "Tracing | None":
+        settings = self._settings
+        if not settings.otlp_endpoint:
+            return None
+        from cpd.common.tracing import Tracing  # and OpenTelemetry with it
+
+        tracing = Tracing(settings.otlp_endpoint, service="cpd-worker", instance=self.id, cluster=settings.cluster)
+        self._down.push_async_callback(_bounded, lambda: asyncio.to_thread(tracing.close), "sending spans")
+        return tracing
 
     def _build(self) -> Engine:
         self._loaded = self._build_engine(self._settings)

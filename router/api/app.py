@@ -4,7 +4,7 @@ import asyncio
 import time
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 from fastapi import FastAPI, Query
@@ -64,6 +64,9 @@ from router.operations.planner_view import PlannerView, planner_view
 from router.operations.status import ClusterStatus, Served
 from router.request_metrics import RouterMetrics
 
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
+
 
 def create_app(
     models: Models,
@@ -73,6 +76,9 @@ def create_app(
     hosts: AllowedHosts,
     clients: ClientLimit,
     peers: PeerRouters | None,
+    lifecycle: Lifecycle,
+    tracing: "Tracing | None" = None,
+) -> ASGIApp:| None,
     lifecycle: Lifecycle,
 ) -> ASGIApp:
     """Creates the router's ASGI application.
@@ -86,6 +92,7 @@ def create_app(
         clients: Counts the connections of each client.
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes, and
             where the router can be drained.
+        tracing: Sends the spans of calls; None without a collector.
     """
 
     def refuse(error: ApiError) -> Response:
@@ -129,7 +136,7 @@ def create_app(
     complete(app, needs_key=keys.any)
     limits = TenantLimits(lambda: len(roster.routers))
     access = AccessLog(models.first.name if len(models.services) == 1 else "", metrics.activity)
-    return Gate(app, generating, keys, hosts, limits, clients, refuse, access)
+    return Gate(app, generating, keys, hosts, limits, clients, refuse, access, tracing)
 
 
 def _add_api(app: FastAPI, models: Models) -> dict[str, Endpoint]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
 from cpd.grammar.grammar import Grammar
+from router.api.call_traces import begin_call
 from router.api.chat_messages import Message, Tool, template_message, template_tool
 from router.api.openai import ChatFormat, CompletionFormat, EchoedCompletionFormat, Format
 from router.api.output_grammars import OutputGrammars
@@ -34,6 +35,9 @@ from router.text.detokenize import Vocabulary
 from router.text.parsers.output import detect
 from router.text.template import ChatTemplate
 from router.text.text_files import TextFiles
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import TracedSpan
 
 _MANY_CHARS = 16
 """Nearly all tokens have fewer characters than this."""
@@ -60,6 +64,7 @@ class Caller:
         admission: Counts what the call uses of its tenant's limits.
         needed_at: Loop time after which the caller has no use for a first token.
         ticks: The caller wants to know the time of each token afterwards.
+        trace: Its span; None if it is not traced.
     """
 
     tenant: Tenant
@@ -68,6 +73,7 @@ class Caller:
     admission: Admission
     needed_at: float = inf
     ticks: bool = False
+    trace: "TracedSpan | None" = None
 
 
 class CompletionService:
@@ -286,9 +292,12 @@ class CompletionService:
                 received=caller.started,
                 needed_at=caller.needed_at,
                 ticks=caller.ticks,
+                trace=caller.trace,
             )
             for position, prompt in enumerate(prompts)
         ]
+        if caller.trace is not None:
+            begin_call(caller.trace, request, self.name)
         try:
             for routed in response.requests:
                 self.dispatcher.start(routed)

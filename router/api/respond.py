@@ -122,6 +122,19 @@ class CompletionResponse(Response):
             report["output_tokens"] = self.usage["completion_tokens"]
         return report
 
+    def trace_report(self) -> dict[str, str | bool | int | float | list[str]]:
+        """Ends, times and tokens of the call for its span, once the response has ended."""
+        report: dict[str, str | bool | int | float | list[str]] = {
+            "gen_ai.response.finish_reasons": [choice.finish or self.outcome for choice in self._choices]
+        }
+        if self._ttft_s is not None:
+            report["gen_ai.server.time_to_first_token"] = self._ttft_s
+        if self.usage is not None:
+            report["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
+            report["gen_ai.usage.cache_read.input_tokens"] = self._cached_tokens
+            report["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
+        return report
+
     def forget(self) -> None:
         """Frees the requests, which refer to this object as it does to them."""
         self.requests = ()

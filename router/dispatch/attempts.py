@@ -6,12 +6,13 @@ tokens. `dispatcher.py` decides when; this module keeps the records.
 """
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
 from cpd.common.logs import fields
@@ -26,6 +27,9 @@ from router.placement.decisions import Decision
 from router.placement.learning import Learning
 from router.placement.moves import Move
 from router.placement.policy import Placement
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import TracedSpan
 
 PROBATION_TOKENS = 4
 """A request whose worker crashed is a suspect until it has this many more tokens. They take it past the step at which
@@ -82,6 +86,7 @@ class RoutedRequest:
         received: Loop time at which the request came.
         needed_at: Loop time after which the client has no use for a first token.
         ticks: The times of its outputs are remembered for `GET /requests/{id}`.
+        trace: The span of its call; None if that is not traced.
         load_class: Its class in what the planner measures; None before the first placement.
         outputs: Tokens of each choice so far.
         started: Some choice has output.
@@ -101,6 +106,7 @@ class RoutedRequest:
     received: float
     needed_at: float = inf
     ticks: bool = False
+    trace: "TracedSpan | None" = None
     load_class: RequestClass | None = field(init=False, default=None)
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
@@ -192,6 +198,7 @@ class Attempt:
         stays_until: Loop time before which it is not moved again, because no other worker took it.
         moved_at: Loop time at which it last moved.
         parked: The worker that keeps its pages until it has a token from another one; None if it does not move.
+        trace: The span of its current placement; None if the request is not traced.
     """
 
     id: int
@@ -199,6 +206,7 @@ class Attempt:
     choices: set[int]
     number: int = -1
     session: WorkerSession | None = None
+    trace: "TracedSpan | None" = None
     prefill_session: WorkerSession | None = None
     decision: Decision | None = None
     refused_by: set[str] = field(default_factory=set)
@@ -242,6 +250,14 @@ class Attempt:
             deadline_ms: Time left for the first token.
         """
         request, prefix_source = self.request, None
+        if request.trace is not None:
+            about = {
+                "cpd.attempt": self.number + 1,
+                "cpd.route": placement.route,
+                "cpd.worker": placement.decode.worker_id,
+                "cpd.predicted_ttft_ms": placement.chosen.ttft_ms,
+            }
+            self.trace = request.trace.child("attempt", time.monotonic(), "CLIENT", about)
         if source := placement.prefix_source:
             blocks = placement.prefix_source_blocks
             prefix_source = pb.PrefixSource(worker_id=source.worker_id, address=source.address, blocks=blocks)
@@ -264,6 +280,7 @@ class Attempt:
             trace_id=request.trace_id,
             priority=request.priority,
             deadline_ms=deadline_ms,
+            traceparent=self.trace.traceparent if self.trace is not None else "",
         )
 
     def attach(self, placement: Placement, decode: WorkerSession, prefill: WorkerSession, now: float) -> Decision:
@@ -360,6 +377,10 @@ class Attempt:
         if self.decision is not None:
             self.decision.end(outcome, asyncio.get_running_loop().time())
             self.decision = None
+        if self.trace is not None:
+            self.trace.set({"cpd.outcome": outcome})
+            self.trace.end(time.monotonic(), "" if outcome in ("finished", "cancelled") else outcome)
+            self.trace = None
         if self.session is not None and self.session.worker_load is not None:
             self.session.worker_load.sequences_ended(len(self.choices))
         self.session = None

@@ -39,7 +39,12 @@ def cluster() -> Iterator[Cluster]:
 def _work(cluster: Cluster) -> None:
     """A request over each route."""
     for prompt in (SHORT, LONG):
-        body = {"model": "tiny", "prompt": [*prompt, 5 + time.monotonic_ns() % 500], "max_tokens": 5, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": [*prompt, 5 + time.monotonic_ns() % 500],
+            "max_tokens": 5,
+            "ignore_eos": True,
+        }
         httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=START_S).raise_for_status()
 
 
@@ -54,7 +59,9 @@ def test_all_metrics_exist(cluster: Cluster) -> None:
     text = httpx.get(f"{target}/metrics", verify=False).raise_for_status().text
     known = {sample.name for family in families(text) for sample in family.samples}
     known |= {f"{family.name}_total" for family in families(text) if family.type == "counter"}  # without a sample yet
-    asked = {name for query in (*queries().values(), *(alert["expr"] for alert in ALERTS)) for name in metrics_in(query)}
+    asked = {
+        name for query in (*queries().values(), *(alert["expr"] for alert in ALERTS)) for name in metrics_in(query)
+    }
     assert sorted(asked - known) == []
     assert len(asked) > 25
 

@@ -58,7 +58,9 @@ async def test_requests_count_under_both_names(router: Router) -> None:
     assert parts == pytest.approx(values["e2e_request_latency_seconds_sum", ""])
 
 
-async def test_a_histogram_sums_what_ours_has_apart(start_router: StartRouter, start_worker: StartWorker, says: Says) -> None:
+async def test_a_histogram_sums_what_ours_has_apart(
+    start_router: StartRouter, start_worker: StartWorker, says: Says
+) -> None:
     script = says(REPLY)
 
     async def alternating(submit: pb.Submit) -> AsyncIterator[Answer]:
