@@ -54,7 +54,7 @@ class RouterRequest:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]
         self.prefix_worker = ""
-        self.fetched: pb.Landed |self.trace: "AnswerTrace | None" = None
+        self.fetched: pb.Landed | None = None
         self.parking = False
         self.pinned: list[int] = []
         self.trace: AnswerTrace | None = None

@@ -60,7 +60,7 @@ class ServedPrefill(ABC):
         self.name = name
         self.landing: asyncio.Future[pb.PrefillLanding] = loop.create_future()
         self.outcome = ""
-        self.trace: "TracedSpan | None" = None
+        self.trace: TracedSpan | None = None
         self._send = send
         self._stopped: asyncio.Future[str] = loop.create_future()
         self._cancelled = False

@@ -200,7 +200,7 @@ class MemberSettings(SharedSettings):
     otlp_endpoint: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
-        description="Collector that gets traces of requests by OTLP over HTTP, such as http://localhost:4318; empty: none.",
+        description="Collector that gets traces of requests by OTLP over HTTP, such as http://localhost:4318.",
     )
 
     _plain_host = field_validator("host")(_without_brackets)

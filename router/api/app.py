@@ -78,8 +78,6 @@ def create_app(
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
     tracing: "Tracing | None" = None,
-) -> ASGIApp:| None,
-    lifecycle: Lifecycle,
 ) -> ASGIApp:
     """Creates the router's ASGI application.
 

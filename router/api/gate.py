@@ -112,8 +112,6 @@ class Gate:
         response: Response | None = None
         trace: TracedSpan | None = None
         outcome, code = "error", ""
-| None = None
-        outcome, code = "error", ""
         try:
             if len(headers) < len(scope["headers"]):
                 _check_repeated(scope["headers"])
