@@ -204,7 +204,7 @@ async def serve(
 def _start_tracing(settings: RouterSettings, router_id: str) -> "Tracing | None":
     if not settings.otlp_endpoint:
         return None
-    from cpd.common.tracing import Tracing  # and OpenTelemetry with it
+    from cpd.common.tracing import Tracing  # and OpenTelemetry's SDK with it
 
     return Tracing(
         settings.otlp_endpoint,

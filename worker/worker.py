@@ -212,7 +212,7 @@ class Worker:
         settings = self._settings
         if not settings.otlp_endpoint:
             return None
-        from cpd.common.tracing import Tracing  # and OpenTelemetry with it
+        from cpd.common.tracing import Tracing  # and OpenTelemetry's SDK with it
 
         tracing = Tracing(settings.otlp_endpoint, service="cpd-worker", instance=self.id, cluster=settings.cluster)
         self._down.push_async_callback(_bounded, lambda: asyncio.to_thread(tracing.close), "sending spans")
