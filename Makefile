@@ -41,6 +41,7 @@ $(READY): pyproject.toml requirements.lock
 # What only tests and lint need.
 $(DEV_READY): $(READY) requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.lock
+	scripts/install_chromium.sh
 	touch $(DEV_READY)
 
 # Regenerates cpd/rpc from proto/; tests/cpd/test_rpc.py fails when it is stale.

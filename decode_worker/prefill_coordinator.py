@@ -229,7 +229,7 @@ class _Coordination:
     async def _fetch_prefix(self, source: pb.PrefixSource, report: _CacheReport) -> None:
         if report.cached_tokens >= source.blocks * BLOCK_SIZE:
             return
-        fetch = self._make(PrefixFetch, source, report)
+        fetch = self._make(PrefixFetch, source, report, self._request.prefix_landed, "fetch")
         outcome = await self._run_prefill(
             fetch, report, timeout_s=self._coordinator._context.settings.prefill_progress_s
         )
@@ -240,14 +240,21 @@ class _Coordination:
             log.info("no prefix from %s: %s", source.worker_id, outcome.reason, extra=self._request.log_fields)
 
     async def _prefill_by(self, candidate: pb.PrefillCandidate, report: _CacheReport) -> Outcome:
-        outcome = await self._run_prefill(self._make(RemotePrefill, candidate, report), report)
+        prefill = self._make(RemotePrefill, candidate, report, self._request.pages_landed, "remote prefill")
+        outcome = await self._run_prefill(prefill, report)
         self._coordinator.remote_prefills[_OUTCOMES[outcome.status]] += 1
         self._request.send(outcome.ended)
         return outcome
 
     def _make(
-        self, kind: type[RemotePrefill], candidate: pb.PrefillCandidate | pb.PrefixSource, report: _CacheReport
+        self,
+        kind: type[RemotePrefill],
+        candidate: pb.PrefillCandidate | pb.PrefixSource,
+        report: _CacheReport,
+        on_landed: Callable[[pb.Landed], None],
+        name: str,
     ) -> RemotePrefill:
+        trace = self._request.trace
         return kind(
             self._parts[0],
             candidate,
@@ -255,6 +262,8 @@ class _Coordination:
             context=self._coordinator._context,
             landings=self._coordinator._landings,
             on_first=self._request.send,
+            on_landed=on_landed,
+            traceparent=trace.ask(name, candidate.worker_id) if trace is not None else "",
             open_choices=lambda: self._request.open,
         )
 
@@ -280,6 +289,8 @@ class _Coordination:
         ended.set_result(None)
         if outcome.failure is not None:
             coordinator.failures[outcome.failure.value] += 1
+        if self._request.trace is not None:
+            self._request.trace.answered(outcome.reason if outcome.failure is not None else "")
         return outcome
 
     def _continue_after(self, first: Sequence[Output]) -> None:

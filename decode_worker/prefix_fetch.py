@@ -32,6 +32,7 @@ class PrefixFetch(RemotePrefill):
     async def _activate(self) -> None:
         reservation, request = self._reservation, self._request
         assert reservation is not None
+        self._tell_landed(reservation)
         await self._context.engine.call(lambda engine: engine.landings.add_to_cache(reservation, request))
         self._reservation = None
         self._decide(Outcome(Status.COMPLETE))
@@ -47,4 +48,5 @@ class PrefixFetch(RemotePrefill):
             common_address=context.transport.common_address,
             checksums=context.settings.kv_checksum,
             cache_only=True,
+            traceparent=self._traceparent,
         )

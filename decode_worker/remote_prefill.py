@@ -92,6 +92,8 @@ class RemotePrefill:
         candidate: The prefill worker.
         cached_tokens: Tokens of the prompt that this worker has cached.
         on_first: Called once, with the first tokens and how they were computed.
+        on_landed: Called once, when all pages are here, if any were missing.
+        traceparent: Names the span of the call; empty if the request is not traced.
         open_choices: Returns the choices that the router still wants.
 
     Attributes:
@@ -107,6 +109,8 @@ class RemotePrefill:
         context: WorkerContext,
         landings: LandingQueue,
         on_first: Callable[[Sequence[Output], pb.Prefilled], None],
+        on_landed: Callable[[pb.Landed], None],
+        traceparent: str,
         open_choices: Callable[[], Collection[int]],
     ) -> None:
         self.state = RemotePrefillState.CONNECTING
@@ -117,7 +121,10 @@ class RemotePrefill:
         self._context = context
         self._landings = landings
         self._on_first = on_first
+        self._on_landed = on_landed
+        self._traceparent = traceparent
         self._open_choices = open_choices
+        self._waits_since = asyncio.get_running_loop().time()  # for the pages
         self._cancelled = False
         self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
@@ -304,6 +311,7 @@ class RemotePrefill:
             return
         # Tokens that both workers have cached count once.
         cached_tokens = min(max(self._cached_tokens, message.cached_tokens), self._request.prompt_len)
+        self._waits_since = asyncio.get_running_loop().time()
         self._on_first(
             self._first,
             pb.Prefilled(
@@ -348,9 +356,15 @@ class RemotePrefill:
         if not wanted:
             await self._give_up(Status.CANCELLED, "cancelled")
             return
+        self._tell_landed(reservation)
         ended = await self._context.engine.call(lambda engine: engine.landings.activate(reservation, request, wanted))
         self._reservation = None
         self._decide(Outcome(Status.COMPLETE, first=self._first, ended=ended))
+
+    def _tell_landed(self, reservation: Reservation) -> None:
+        if reservation.pages:
+            waited_s = asyncio.get_running_loop().time() - self._waits_since
+            self._on_landed(pb.Landed(pages=len(reservation.pages), waited_ms=waited_s * 1e3))
 
     async def _fail(self, failure: Failure, reason: str) -> None:
         await self._give_up(Status.FAILED, reason, failure)
@@ -433,4 +447,5 @@ class RemotePrefill:
             deadline_ms=deadline_ms_to_wire(request, time.monotonic()),
             request=request.number,
             checksums=context.settings.kv_checksum,
+            traceparent=self._traceparent,
         )

@@ -14,6 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from cpd.common.errors import QueueFullError
 from cpd.common.logs import fields
@@ -21,6 +22,9 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import Output, Request
 from worker.async_engine import EngineDiedError
 from worker.router_session import RouterSession
+
+if TYPE_CHECKING:
+    from decode_worker.answer_trace import AnswerTrace
 
 Key = tuple[int, int, int]
 """Session number, request, attempt."""
@@ -36,9 +40,11 @@ class RouterRequest:
         ended: Set when no choice is open.
         engine_ids: The names that the engine has, or may get, for it.
         prefix_worker: The worker that its first blocks were fetched from; empty if none.
+        fetched: The pages of these blocks; None if none.
         parking: The engine was told to park it, and nothing more is sent for it. Its choices stay open until they are
             aborted or resumed.
         pinned: While it is parked, the pins of its pages.
+        trace: Its spans; None if it is not traced.
     """
 
     def __init__(self, session: RouterSession, message: pb.Submit, request: Request) -> None:
@@ -50,12 +56,15 @@ class RouterRequest:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]
         self.prefix_worker = ""
+        self.fetched: pb.Landed | None = None
         self.parking = False
         self.pinned: list[int] = []
+        self.trace: AnswerTrace | None = None
         self._open = set(range(request.first_choice, request.first_choice + request.n))
         self._prefilled_sent: set[int] = set()
         self._first_sent = math.inf  # time of the first token, of `time.monotonic`
         self._num_tokens = 0
+        self._landed: pb.Landed | None = None  # not told to the router yet
 
     @property
     def open(self) -> Collection[int]:
@@ -90,7 +99,8 @@ class RouterRequest:
                 continue
             self._num_tokens += len(output.token_ids)
             if output.choice in self._prefilled_sent:
-                self.session.send_output(request, attempt, output)
+                landed, self._landed = self._landed, None
+                self.session.send_output(request, attempt, output, landed=landed)
             else:
                 self._prefilled_sent.add(output.choice)
                 self._first_sent = min(self._first_sent, time.monotonic())
@@ -98,10 +108,23 @@ class RouterRequest:
                     cached_tokens=output.cached_tokens or 0,
                     queue_ms=output.queued_s * 1000,
                     prefix_worker=self.prefix_worker,
+                    fetched=self.fetched,
                 )
                 self.session.send_output(request, attempt, output, prefilled or here)
+                if self.trace is not None:
+                    self.trace.first_tokens(prefilled or here)
             if output.finish is not None:
                 self.close({output.choice})
+
+    def prefix_landed(self, landed: pb.Landed) -> None:
+        """Takes note of a prefix from another worker, to tell it with the first tokens."""
+        self.fetched = landed
+
+    def pages_landed(self, landed: pb.Landed) -> None:
+        """Takes note of the pages of a prefill worker, to tell it with the next tokens."""
+        self._landed = landed
+        if self.trace is not None:
+            self.trace.landed(landed)
 
     def refuse(
         self,
@@ -115,6 +138,8 @@ class RouterRequest:
         """Ends all open choices with one refusal."""
         if not self._open:
             return
+        if self.trace is not None:
+            self.trace.error = message
         _, request, attempt = self.key
         self.session.refuse(
             pb.Refusal(

@@ -9,6 +9,7 @@ from functools import partial
 
 from cpd.grammar.grammar import GrammarError
 from cpd.rpc import cpd_pb2 as pb
+from decode_worker.answer_trace import AnswerTrace
 from decode_worker.prefill_coordinator import PrefillCoordinator
 from decode_worker.router_request import Key, RouterRequest
 from engine.engine import Engine
@@ -116,6 +117,7 @@ class DecodeService:
             refuse(pb.Refusal.KIND_FAILED, str(error))
             return
         request = RouterRequest(session, message, engine_request)
+        request.trace = self._trace(message, engine_request.received)
         self._requests[key] = request
         self._by_engine_id[engine_request.id] = request
         request.ended.add_done_callback(lambda _: self._forget(request))
@@ -133,6 +135,8 @@ class DecodeService:
         """Starts a request whose output must follow a grammar."""
         try:
             request.request = await self._context.grammars.constrain(request.request)
+            if request.trace is not None:
+                request.trace.grammar_compiled()
         except GrammarError as error:
             request.refuse(pb.Refusal.KIND_FAILED, str(error))
             return
@@ -247,6 +251,16 @@ class DecodeService:
             self._mean_output += LENGTH_WEIGHT * (request.mean_output - self._mean_output)
         for engine_id in request.engine_ids:
             self._by_engine_id.pop(engine_id, None)
+        if request.trace is not None:
+            request.trace.end()
+
+    def _trace(self, message: pb.Submit, received: float) -> AnswerTrace | None:
+        tracing = self._context.tracing
+        if tracing is None or not message.traceparent:
+            return None
+        about = {"cpd.request_id": message.trace_id, "cpd.attempt": message.attempt}
+        span = tracing.begin("answer", received, {"traceparent": message.traceparent}, about)
+        return AnswerTrace(span, received) if span is not None else None
 
     def _unpin(self, request: RouterRequest) -> None:
         pages, request.pinned = request.pinned, []

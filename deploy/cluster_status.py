@@ -18,7 +18,7 @@ from cpd.common.membership import Member, members
 from cpd.common.trust import ClusterSecret, read_secret
 from deploy.state import ClusterState
 from router.operations.peer_routers import PeerRouters
-from router.operations.status import ClusterStatus, with_peers
+from router.operations.status import ClusterStatus, views_in, with_peers
 
 _TIMEOUT_S = 5.0
 
@@ -67,7 +67,7 @@ def _ask_routers(leases: Sequence[Member], admin_key: str) -> dict[str, Any]:
         raise CPDError(f"no router answers: {reasons}")
     own: ClusterStatus = orjson.loads(usable[0].body)
     others = [answer for answer in answers if answer is not usable[0]]
-    return cast(dict[str, Any], with_peers(own, usable[0].router_id, others))
+    return cast(dict[str, Any], with_peers(own, usable[0].router_id, *views_in(others)))
 
 
 def read_leases(redis_url: str, cluster: str, secret: ClusterSecret) -> list[Member]:

@@ -65,7 +65,7 @@ def print_log(console: Console, lines: str) -> None:
 
 
 def usage_hint(url: str, models: Sequence[str], needs_key: bool, stop: str) -> str:
-    """Returns how to use the cluster: its URL, a curl line, the Python client, and how to stop it."""
+    """Returns how to use the cluster: its URL, a curl line, the Python client, the page, and how to stop it."""
     header = " -H 'authorization: Bearer YOUR-KEY'" if needs_key else ""
     key = "YOUR-KEY" if needs_key else "none"
     return f"""\
@@ -74,7 +74,7 @@ Serving {", ".join(models)} at {url}
   curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
     -d '{{"model": "{models[0]}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
 
-Python: OpenAI(base_url="{url}/v1", api_key="{key}")    {stop}
+Python: OpenAI(base_url="{url}/v1", api_key="{key}")    Browser: {url}    {stop}
 """
 
 

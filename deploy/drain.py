@@ -5,18 +5,15 @@ import sys
 import time
 from typing import Any
 
-import grpc
 import httpx2
 import psutil
 
 from cpd.common.errors import CPDError
 from cpd.common.tls import base_url, without_fingerprint
-from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.cluster_status import read_cluster
 from deploy.remote import running_cluster
 from deploy.state import ClusterDir, ClusterState
-from worker.grpc_options import admin_channel, admin_metadata
+from worker.admin_calls import drain_worker
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.25
@@ -44,7 +41,7 @@ def drain(cluster: str, name: str, timeout_s: float | None) -> None:
     if process in status["routers"]:
         _drain_router(name, process["admin"], admin_key, timeout_s)
     else:
-        _drain_worker(name, process["address"], admin_key, timeout_s)
+        drain_worker(name, process["address"], admin_key, timeout_s)
     shown, silent_since = "", None
     while True:
         try:
@@ -63,16 +60,6 @@ def drain(cluster: str, name: str, timeout_s: float | None) -> None:
         time.sleep(_POLL_S)
     ClusterDir(cluster).add_drained(name)
     sys.stdout.write(f"{name} has ended.\n")
-
-
-def _drain_worker(name: str, address: str, admin_key: str, timeout_s: float | None) -> None:
-    request = pb.DrainRequest(timeout_s=timeout_s)
-    try:
-        with admin_channel(address, _TIMEOUT_S) as channel:
-            rpc.AdminStub(channel).Drain(request, metadata=admin_metadata(admin_key), timeout=_TIMEOUT_S)
-    except (grpc.RpcError, OSError) as error:
-        reason = error.details() if isinstance(error, grpc.RpcError) else error
-        raise CPDError(f"worker {name} at {without_fingerprint(address)} does not answer: {reason}") from None
 
 
 def _drain_router(name: str, admin: str, admin_key: str, timeout_s: float | None) -> None:

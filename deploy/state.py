@@ -2,7 +2,7 @@
 
     <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
-    <root>/<cluster>/drained     names of processes that `cpd drain` has ended, one a line
+    <root>/<cluster>/drained     names of processes that were drained on request, one a line
     <root>/<cluster>/missing     why processes do not run that should, by name
     <root>/<cluster>/redis.sock  socket of the embedded Redis
     <root>/<cluster>/secret      the cluster's secret, unless --secret-file names another file
@@ -123,12 +123,12 @@ class ClusterDir:
         return file
 
     def add_drained(self, name: str) -> None:
-        """Notes that `cpd drain` has ended this process."""
+        """Notes that this process was drained on request, and has ended."""
         with contextlib.suppress(FileNotFoundError), (self.path / "drained").open("a") as file:  # the cluster has ended
             file.write(f"{name}\n")
 
     def drained(self) -> list[str]:
-        """Names of the processes that `cpd drain` has ended; some may have been started again."""
+        """Names of the processes that were drained on request; some may have been started again."""
         try:
             return list(dict.fromkeys((self.path / "drained").read_text().split()))
         except FileNotFoundError:

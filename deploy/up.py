@@ -386,6 +386,7 @@ def _watch(
             if state.exit_code == EXIT_DRAINED and name not in drained:
                 output.say(f"{name} was drained and has ended")
                 drained.add(name)
+                directory.add_drained(name)  # perhaps not by `cpd drain`
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process

@@ -130,6 +130,10 @@ class PrefillJob(ServedPrefill):
         """Takes the first token of a choice. Those of all choices are sent together."""
         self._first.append(output)
         if len(self._first) == self.request.n:
+            if self.trace is not None:
+                now = time.monotonic()
+                self.trace.phase("queue", min(now, self.request.received + self._first[0].queued_s))
+                self.trace.phase("prefill", now, {"cpd.cached_tokens": self._first[0].cached_tokens or 0})
             self._send(
                 pb.PrefillEvent(
                     first_tokens=pb.PrefillFirstTokens(
@@ -157,6 +161,8 @@ class PrefillJob(ServedPrefill):
         self._send_progress()  # the request was accepted
         try:
             self.request = await self._grammars.constrain(self.request)
+            if self.trace is not None and self.request.constraint is not None:
+                self.trace.phase("grammar", time.monotonic())
             async with self._pools.use(self._address) as connecting:
                 self._peer = await self._unless_stopped(connecting)
                 self._queued = self._queue.add(self._caller, terms_of(self.request), time.monotonic())

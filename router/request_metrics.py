@@ -1,12 +1,12 @@
 """Prometheus metrics of requests, which docs/metrics.md describes.
 
-`router/operations/worker_metrics.py` has those of workers.
+`router/operations/worker_metrics.py` has those of workers, `vllm_metrics.py` beside it the same under other names.
 """
 
 from collections.abc import Iterable
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -16,10 +16,11 @@ from router.usage import Usage
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _WAKE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
+_TOKENS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
 
 
 class RouterMetrics:
-    """The metrics of one router process.
+    """The metrics of one router process, with the usual ones of a process (`process_…`).
 
     `activity` is what the log's summary shows of the last seconds.
 
@@ -33,6 +34,7 @@ class RouterMetrics:
         self.usage = Usage()
         self._registry = CollectorRegistry()
         self._registry.register(self.usage)
+        ProcessCollector(registry=self._registry)
         self._models = _Models()
         self._registry.register(self._models)
         counter = Counter("cpd_request_errors", "Error responses by error code.", ["code"], registry=self._registry)
@@ -74,28 +76,38 @@ class RequestMetrics:
 
     Attributes:
         activity, usage: Those of the router.
+        metrics: All metrics, by their names without `cpd_` and `_total`.
     """
 
     def __init__(self, router: RouterMetrics, model: str = "") -> None:
         self.activity, self.usage = router.activity, router.usage
         registry = router.registry(model)
+        self.metrics: dict[str, Counter | Histogram] = {}
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(f"cpd_{name}", help_text, labels, registry=registry)
+            made = self.metrics[name] = Counter(f"cpd_{name}", help_text, labels, registry=registry)
+            return made
 
         def histogram(name: str, help_text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
-            return Histogram(f"cpd_{name}", help_text, labels, buckets=buckets, registry=registry)
+            made = self.metrics[name] = Histogram(f"cpd_{name}", help_text, labels, buckets=buckets, registry=registry)
+            return made
 
         self.requests = cache(counter("requests", "API calls by outcome.", "outcome", "route").labels)
         self.ttft = cache(histogram("ttft_seconds", "Time from request to first token.", "route").labels)
         self.itl = histogram("itl_seconds", "Gap between two outputs of one choice.", buckets=_GAP_S)
         self.e2e = cache(histogram("e2e_seconds", "Time from request to the end of its response.", "route").labels)
+        self.prefill = histogram("prefill_seconds", "Time to first token without that in the queue.")
+        self.decode = histogram("decode_seconds", "Time from first token to the end of the response.")
+        self.transfer_wait = histogram("transfer_wait_seconds", "Time from first token until its KV pages were there.")
         self.queue = cache(histogram("queue_seconds", "Time of prompts in a worker's queue.", "tenant").labels)
         waits = "Time that prompts waited for their model to wake, if they did."
         self.wake_waits = cache(histogram("wake_wait_seconds", waits, "tenant", buckets=_WAKE_S).labels)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from a cache.")
         self.output_tokens = counter("output_tokens", "Output tokens.")
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", buckets=_TOKENS)
+        self.output_length = histogram("request_output_tokens", "Tokens of a choice.", buckets=_TOKENS)
+        self.choices = cache(counter("choices", "Choices by the reason of their end.", "finish_reason").labels)
         self.replays = counter("replays", "Requests placed again because their worker was lost.")
         self.convictions = counter("convictions", "Requests given up because two workers crashed while running them.")
         moves = "Outputs that left a worker that drains, is slow or full; returned: no other one took it."

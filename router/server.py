@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from redis.asyncio import Redis
@@ -44,12 +44,16 @@ from router.listener import listen
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_metrics import PlannerMetrics
 from router.operations.summary import summarize
+from router.operations.vllm_metrics import ServedMetrics, VllmMetrics
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
 from router.request_metrics import RequestMetrics, RouterMetrics
 from router.server_certificate import ServerCertificate, certificate_files, server_context
 from router.text.fair_threads import FairThreads
 from router.text.text_files import load_text_files
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 REDIS_TIMEOUT_S = 2.0
 PEERS_POLL_S = 0.1
@@ -125,6 +129,8 @@ async def serve(
     metrics.registry().register(PlannerMetrics(roster))
     threads = FairThreads()  # tenants share the threads of all models fairly
     models = Models([_service(settings, one, router_id, secret, metrics, threads) for one in served])
+    measured = [ServedMetrics(one.name, one.metrics, one.workers) for one in models.services]
+    metrics.registry().register(VllmMetrics(measured))
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: roster.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
@@ -137,8 +143,9 @@ async def serve(
     ttl_s = settings.store_responses
     responses = ResponseStore(redis, settings.cluster, secret, ttl_s) if ttl_s else None
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
+    tracing = _start_tracing(settings, router_id)
     server = _server(
-        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle, responses),
+        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle, responses, tracing),
         clients,
         tls.context if pair else None,
     )
@@ -192,7 +199,23 @@ async def serve(
             ended.set()
             for helper in helpers:
                 helper.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     return lifecycle.exit_code
+
+
+def _start_tracing(settings: RouterSettings, router_id: str) -> "Tracing | None":
+    if not settings.otlp_endpoint:
+        return None
+    from cpd.common.tracing import Tracing  # and OpenTelemetry's SDK with it
+
+    return Tracing(
+        settings.otlp_endpoint,
+        service="cpd-router",
+        instance=router_id,
+        cluster=settings.cluster,
+        share=settings.otlp_sampling,
+    )
 
 
 def _served(settings: RouterSettings) -> list[ServedModel]:

@@ -34,6 +34,7 @@ from cpd.common.stream import StreamServer
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import WorkerSession
+from router.events import Events
 from router.placement.learning import Learning
 from router.prefix_index.index import PrefixIndex
 from worker.async_engine import CacheSnapshot
@@ -213,6 +214,7 @@ async def _synchronise(blocks: int) -> float:
         index=index,
         itl_ms=50.0,
         learning=Learning(PolicySettings(), 2000.0),
+        events=Events(),
         admit=lambda member, hello: None,
         on_hello=lambda: None,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import WorkerSettings
@@ -16,6 +16,9 @@ from worker.grammars import Grammars
 from worker.prefill_client import PrefillClient
 from worker.resident import ModelUse
 from worker.wire_format import Limits
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 EXIT_RESTART = 75
 """Exit code of a worker that must be restarted."""
@@ -98,6 +101,7 @@ class WorkerContext:
         grammars: Compiles the grammars of requests.
         model: Whether the model sleeps.
         load_changed: Call it when a value in the load report may have changed.
+        tracing: Sends spans; None without a collector.
     """
 
     worker_id: str
@@ -114,3 +118,4 @@ class WorkerContext:
     model: ModelUse
     lifecycle: Lifecycle
     load_changed: Callable[[], None]
+    tracing: "Tracing | None" = None

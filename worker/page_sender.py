@@ -6,8 +6,9 @@ A page is pinned by the caller of `send`, and unpinned here: when it has arrived
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cpd.common.buckets import TRANSFER_BYTES, TRANSFER_BYTES_PER_S, TRANSFER_S, Buckets
 from cpd.common.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer, PoolMemory, Ticket, Transfer
@@ -25,11 +26,32 @@ class SourcePool:
 
     Attributes:
         completed_transfers: Number of transfers, of up to `RUN_PAGES` pages, completed so far.
+        sizes, durations, speeds: Their bytes, seconds, and bytes a second.
     """
 
     engine: AsyncEngine
     memory: PoolMemory
     completed_transfers: int = 0
+    sizes: Buckets = field(default_factory=lambda: Buckets(TRANSFER_BYTES))
+    durations: Buckets = field(default_factory=lambda: Buckets(TRANSFER_S))
+    speeds: Buckets = field(default_factory=lambda: Buckets(TRANSFER_BYTES_PER_S))
+
+    def completed(self, pages: int, seconds: float) -> None:
+        """Counts a transfer that has arrived `seconds` after it began."""
+        num_bytes = pages * self.memory.page_bytes
+        self.completed_transfers += 1
+        self.sizes.add(num_bytes)
+        self.durations.add(seconds)
+        self.speeds.add(num_bytes / max(seconds, 1e-9))
+
+    def add_load(self, load: pb.Load) -> None:
+        """Adds the completed transfers."""
+        if self.completed_transfers:
+            load.transfers.CopyFrom(
+                pb.Transfers(
+                    bytes=_on_wire(self.sizes), seconds=_on_wire(self.durations), bytes_per_second=_on_wire(self.speeds)
+                )
+            )
 
     def unpin(self, pages: list[int]) -> None:
         """Unpins pages that are no longer read."""
@@ -99,8 +121,9 @@ class PageSender:
             self._source.unpin(pages)
             self._failed(str(error))
             return
+        began = asyncio.get_running_loop().time()
         announced = asyncio.create_task(self._announce_run(index, pages))
-        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, announced, pages))))
+        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, announced, pages, began))))
 
     async def _announce_run(self, index: int, pages: list[int]) -> None:
         checksums = await asyncio.to_thread(page_checksums, self._source.memory, pages) if self._checksums else b""
@@ -114,7 +137,7 @@ class PageSender:
             )
         )
 
-    async def _finish(self, transfer: Transfer, announced: asyncio.Task[None], pages: list[int]) -> None:
+    async def _finish(self, transfer: Transfer, announced: asyncio.Task[None], pages: list[int], began: float) -> None:
         try:
             try:
                 await announced  # it reads the pages, too
@@ -124,9 +147,13 @@ class PageSender:
             self._failed(str(error))
         else:
             self.pages_sent += len(pages)
-            self._source.completed_transfers += 1
+            self._source.completed(len(pages), asyncio.get_running_loop().time() - began)
         finally:
             self._source.unpin(pages)
+
+
+def _on_wire(buckets: Buckets) -> pb.Histogram:
+    return pb.Histogram(counts=buckets.counts, sum=buckets.sum)
 
 
 def _ticket(landing: pb.PrefillLanding, blocks: int) -> Ticket:

@@ -7,10 +7,11 @@ request is never cancelled.
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpd.common.errors import CPDError
 from cpd.common.stream import Stream, StreamError
@@ -22,6 +23,9 @@ from worker.context import WorkerContext
 from worker.page_sender import PageSender, SourcePool
 from worker.resident import ModelState
 from worker.wire_format import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import TracedSpan
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class ServedPrefill(ABC):
     Attributes:
         landing: Set to the caller's answer to PrefillReady.
         outcome: completed, failed or cancelled; empty until the request has ended.
+        trace: Its span; None if the request is not traced.
     """
 
     def __init__(self, name: str, start: pb.PrefillStart, send: Send, source: SourcePool) -> None:
@@ -56,6 +61,7 @@ class ServedPrefill(ABC):
         self.name = name
         self.landing: asyncio.Future[pb.PrefillLanding] = loop.create_future()
         self.outcome = ""
+        self.trace: TracedSpan | None = None
         self._send = send
         self._stopped: asyncio.Future[str] = loop.create_future()
         self._cancelled = False
@@ -64,6 +70,7 @@ class ServedPrefill(ABC):
         self._checksums = start.checksums
         self._source = source
         self._completed_before = 0
+        self._landed_at = 0.0
 
     async def run(self) -> bool:
         """Runs the request to its end; returns whether a last event was sent.
@@ -84,6 +91,8 @@ class ServedPrefill(ABC):
             self._ended()
         if last is not None:
             self._send(last)
+        if self.trace is not None:
+            self.trace.end(time.monotonic(), "" if self.outcome == "completed" else self.outcome)
         self._send = _drop  # the stream may carry another request from now on
         return last is not None
 
@@ -135,6 +144,7 @@ class ServedPrefill(ABC):
 
     def _sender(self, peer: Peer, landing: pb.PrefillLanding, blocks: int) -> PageSender:
         """Returns a sender into `landing`. Raises InvalidRequestError if it does not end with block `blocks`."""
+        self._landed_at = time.monotonic()
         return PageSender(
             peer,
             landing,
@@ -156,6 +166,9 @@ class ServedPrefill(ABC):
         if error:
             sender.cancel()
         await in_flight
+        if self.trace is not None:
+            moved = {"cpd.pages": sender.pages_sent}
+            self.trace.child("transfer", self._landed_at, attributes=moved).end(time.monotonic(), error)
         return self._release(sender.pages_sent, error)
 
     def _release(self, pages_sent: int, error: str) -> pb.PrefillEvent:
@@ -272,7 +285,12 @@ class PrefillServer:
                 f"worker {start.decode_worker_id} moves pages over {start.transport}, {context.worker_id} over "
                 f"{context.transport.name}, and they have no way in common"
             )
-        return self._make(start, send)
+        prefill = self._make(start, send)
+        if start.traceparent and context.tracing is not None:
+            about = {"cpd.decode_worker": start.decode_worker_id}
+            name, parent = "prefix" if start.cache_only else "prefill", {"traceparent": start.traceparent}
+            prefill.trace = context.tracing.begin(name, time.monotonic(), parent, about)
+        return prefill
 
     def _check_model(self, start: pb.PrefillStart) -> None:
         """Raises InvalidRequestError if the model does not serve this request. Draining, it still sends what it has."""

@@ -50,11 +50,19 @@ class RouterSession:
         self._written = asyncio.Event()
         self._written.set()
 
-    def send_output(self, request: int, attempt: int, output: Output, prefilled: pb.Prefilled | None = None) -> None:
+    def send_output(
+        self,
+        request: int,
+        attempt: int,
+        output: Output,
+        prefilled: pb.Prefilled | None = None,
+        landed: pb.Landed | None = None,
+    ) -> None:
         """Queues tokens.
 
         Args:
             prefilled: How the prompt was computed; given with the first tokens.
+            landed: The pages that came from a prefill worker; given once, with later tokens.
         """
         if self.ended.done():
             return
@@ -72,6 +80,8 @@ class RouterSession:
                 unsent.logprobs.extend(logprobs_to_wire(output.logprobs))
             if output.finish is not None:
                 unsent.finish = finish_to_wire(output.finish)
+        if landed is not None:
+            unsent.landed.CopyFrom(landed)
         self._mark_filled()
 
     def refuse(self, refusal: pb.Refusal) -> None:

@@ -160,6 +160,7 @@ class WorkerService:
         """Adds what the engine does not know to a load report."""
         self.decode.add_load(load)
         self.prefill.add_load(load)
+        self._pages.add_load(load)
         if served := self._fetches["completed"]:
             load.prefix_fetches["served"] = served
 

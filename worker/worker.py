@@ -22,7 +22,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -61,6 +61,9 @@ from worker.session_server import HELLO_BYTES, SessionServer
 from worker.shared_device import share_device
 from worker.sleeper import Sleeper
 from worker.watchdog import HANG_S, hang
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +199,7 @@ class Worker:
                 model=self._sleeper or AlwaysServing(),
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
+                tracing=self._start_tracing(),
             ),
             self._make_decode,
             self._make_prefill,
@@ -243,6 +247,16 @@ class Worker:
     def _request_arrived(self) -> None:
         if self._residency is not None:
             self._residency.request_arrived()
+
+    def _start_tracing(self) -> "Tracing | None":
+        settings = self._settings
+        if not settings.otlp_endpoint:
+            return None
+        from cpd.common.tracing import Tracing  # and OpenTelemetry's SDK with it
+
+        tracing = Tracing(settings.otlp_endpoint, service="cpd-worker", instance=self.id, cluster=settings.cluster)
+        self._down.push_async_callback(_bounded, lambda: asyncio.to_thread(tracing.close), "sending spans")
+        return tracing
 
     def _build(self) -> Engine:
         self._loaded = self._build_engine(self._settings)

@@ -215,6 +215,12 @@ class MemberSettings(SharedSettings):
         "`cpd drain`, in seconds. Then a worker's requests move to another worker, and a router's fail.",
     )
 
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Collector that gets traces of requests by OTLP over HTTP, such as http://localhost:4318.",
+    )
+
     _plain_host = field_validator("host")(_without_brackets)
 
 
@@ -398,6 +404,13 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
         description="Most bytes of a tenant's request bodies that a router reads or processes at a time; 0: no limit.",
     )
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
+    otlp_sampling: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the requests that are traced, with --otlp-endpoint; a request with a `traceparent` is if "
+        "that says so.",
+    )
 
     def check_models(self) -> None:
         """Raises ConfigError if the settings for one model and those for several are mixed."""

@@ -322,6 +322,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the router, unique among its running requests"""
     attempt: _builtins.int
@@ -344,6 +345,8 @@ class Submit(_message.Message):
     """higher goes first"""
     deadline_ms: _builtins.int
     """target time from receipt to the first token; 0: none"""
+    traceparent: _builtins.str
+    """of the span that this request belongs to (W3C Trace Context); empty: it is not traced"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -378,10 +381,11 @@ class Submit(_message.Message):
         deadline_ms: _builtins.int = ...,
         prefix_source: Global___PrefixSource | None = ...,
         resumes: Global___Park | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_source", b"prefix_source", "resumes", b"resumes", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "resumes", b"resumes", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "resumes", b"resumes", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1095,6 +1099,7 @@ class Load(_message.Message):
     MOVING_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """running sequences"""
@@ -1162,6 +1167,10 @@ class Load(_message.Message):
     def residency(self) -> Global___Residency:
         """unset: the worker's device is not shared"""
 
+    @_builtins.property
+    def transfers(self) -> Global___Transfers:
+        """unset: it has sent none"""
+
     def __init__(
         self,
         *,
@@ -1195,10 +1204,11 @@ class Load(_message.Message):
         moving: _builtins.bool = ...,
         role: Global___Role.ValueType = ...,
         residency: Global___Residency | None = ...,
+        transfers: Global___Transfers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["residency", b"residency"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["residency", b"residency", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "residency", b"residency", "role", b"role", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "residency", b"residency", "role", b"role", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "transfers", b"transfers", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1297,6 +1307,61 @@ class Residency(_message.Message):
 Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
 @_typing.final
+class Transfers(_message.Message):
+    """Transfers of up to 64 KV pages each that this worker has sent, since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bytes(self) -> Global___Histogram: ...
+    @_builtins.property
+    def seconds(self) -> Global___Histogram: ...
+    @_builtins.property
+    def bytes_per_second(self) -> Global___Histogram: ...
+    def __init__(
+        self,
+        *,
+        bytes: Global___Histogram | None = ...,
+        seconds: Global___Histogram | None = ...,
+        bytes_per_second: Global___Histogram | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "bytes_per_second", b"bytes_per_second", "seconds", b"seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "bytes_per_second", b"bytes_per_second", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfers: _TypeAlias = Transfers  # noqa: Y015
+
+@_typing.final
+class Histogram(_message.Message):
+    """Numbers of values by size (cpd/common/buckets.py), and their sum."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.float
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
+
+@_typing.final
 class StepOutput(_message.Message):
     """All tokens of one engine step for this router."""
 
@@ -1329,6 +1394,7 @@ class Output(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     attempt: _builtins.int
     choice: _builtins.int
@@ -1344,6 +1410,10 @@ class Output(_message.Message):
     def prefilled(self) -> Global___Prefilled:
         """with the attempt's first tokens"""
 
+    @_builtins.property
+    def landed(self) -> Global___Landed:
+        """once, with a later output, if a prefill worker sent pages"""
+
     def __init__(
         self,
         *,
@@ -1354,10 +1424,11 @@ class Output(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___FinishReason.ValueType = ...,
         prefilled: Global___Prefilled | None = ...,
+        landed: Global___Landed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefilled", b"prefilled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "prefilled", b"prefilled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finish", b"finish", "logprobs", b"logprobs", "prefilled", b"prefilled", "request", b"request", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finish", b"finish", "landed", b"landed", "logprobs", b"logprobs", "prefilled", b"prefilled", "request", b"request", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1373,6 +1444,7 @@ class Prefilled(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFIX_WORKER_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """prompt tokens from a cache; after a remote prefill, the larger number of both workers"""
     prefill_worker: _builtins.str
@@ -1381,6 +1453,10 @@ class Prefilled(_message.Message):
     """time in the waiting queue of the worker that computed it"""
     prefix_worker: _builtins.str
     """the worker that a prefix was fetched from; empty: none"""
+    @_builtins.property
+    def fetched(self) -> Global___Landed:
+        """the pages of that prefix"""
+
     def __init__(
         self,
         *,
@@ -1388,14 +1464,40 @@ class Prefilled(_message.Message):
         prefill_worker: _builtins.str = ...,
         queue_ms: _builtins.float = ...,
         prefix_worker: _builtins.str = ...,
+        fetched: Global___Landed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetched", b"fetched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_worker", b"prefill_worker", "prefix_worker", b"prefix_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fetched", b"fetched", "prefill_worker", b"prefill_worker", "prefix_worker", b"prefix_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefilled: _TypeAlias = Prefilled  # noqa: Y015
+
+@_typing.final
+class Landed(_message.Message):
+    """KV pages that came from another worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    waited_ms: _builtins.float
+    """from the first token until they were here; of a prefix: from the call for it"""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.int = ...,
+        waited_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "waited_ms", b"waited_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Landed: _TypeAlias = Landed  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -1560,6 +1662,7 @@ class PrefillStart(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     CACHE_ONLY_FIELD_NUMBER: _builtins.int
     COMMON_ADDRESS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     tokens: _builtins.bytes
@@ -1583,6 +1686,8 @@ class PrefillStart(_message.Message):
     """send only full blocks that are cached; compute nothing"""
     common_address: _builtins.bytes
     """of the same pool, for a worker with another transport; empty if there is none"""
+    traceparent: _builtins.str
+    """as in Submit"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -1606,10 +1711,11 @@ class PrefillStart(_message.Message):
         checksums: _builtins.bool = ...,
         cache_only: _builtins.bool = ...,
         common_address: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "common_address", b"common_address", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "common_address", b"common_address", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "traceparent", b"traceparent", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ import time
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
@@ -27,9 +27,11 @@ from router.api.completions import CompletionService
 from router.api.documentation import DESCRIPTION, NO_KEY, any_error, complete, converts, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
 from router.api.intake import Intake, caller_of, credentials_of, json_response, tenant_of
+from router.api.live import LiveResponse
 from router.api.models import Models
 from router.api.openai_responses.routes import RESPONSES_TYPES, add_responses
 from router.api.openai_responses.store import ResponseStore
+from router.api.page import add_page
 from router.api.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -57,11 +59,16 @@ from router.api.tokenization import detokenize, tokenize
 from router.dispatch.dispatcher import RETRY_S
 from router.dispatch.roster import Roster
 from router.errors import ApiError, invalid, unavailable
+from router.operations.drains import Drains
+from router.operations.feed import ClusterFeed
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_view import PlannerView, planner_view
 from router.operations.status import ClusterStatus, Served
 from router.request_metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Tracing
 
 
 def create_app(
@@ -74,6 +81,7 @@ def create_app(
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
     responses: ResponseStore | None = None,
+    tracing: "Tracing | None" = None,
 ) -> ASGIApp:
     """Creates the router's ASGI application.
 
@@ -87,6 +95,7 @@ def create_app(
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes, and
             where the router can be drained.
         responses: The stored responses; None if they are not stored.
+        tracing: Sends the spans of calls; None without a collector.
     """
 
     def refuse(error: ApiError, path: str) -> Response:
@@ -120,14 +129,19 @@ def create_app(
         exception_handlers=dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), on_error),
     )
     generating = _add_api(app, models, responses) if peers is not None else {}
-    _add_operations(app, models, roster, metrics, peers, lifecycle)
+    overview = _add_operations(app, models, roster, metrics, peers, lifecycle)
     if peers is None:
         _add_drain(app, keys, lifecycle)
         _add_planner_view(app, models, keys)
+    else:
+        add_page(app, models, keys, roster.router_id)
+        _add_live(app, overview, keys, lifecycle)
+        workers = [one.workers for one in models.services]
+        _add_drains(app, Drains(roster, workers, peers, lifecycle, keys.admin_key), keys)
     complete(app, RESPONSES_TYPES + MESSAGES_TYPES, needs_key=keys.any)
     limits = TenantLimits(lambda: len(roster.routers))
     access = AccessLog(models.first.name if len(models.services) == 1 else "", metrics.activity)
-    gate = Gate(app, generating, keys, hosts, limits, clients, refuse, access)
+    gate = Gate(app, generating, keys, hosts, limits, clients, refuse, access, tracing)
     return allow_origins(gate, models.first.settings.allowed_origins) if peers is not None else gate
 
 
@@ -206,6 +220,30 @@ def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
         return json_response({"status": "draining"})
 
 
+def _add_live(app: FastAPI, overview: Overview, keys: Keys, lifecycle: Lifecycle) -> None:
+    """Adds the route by which the page follows the cluster."""
+    feed = ClusterFeed(overview, f"Bearer {keys.admin_key}".encode(), lifecycle.draining)
+
+    @app.get("/cluster/live", include_in_schema=False)
+    async def follow_cluster(request: Request) -> Response:
+        """The documents of `/cluster` as server-sent events, one a second at most."""
+        tenant_of(request).check_admin()
+        if lifecycle.draining.is_set():
+            raise unavailable("The router drains.", RETRY_S)
+        return LiveResponse(feed)
+
+
+def _add_drains(app: FastAPI, drains: Drains, keys: Keys) -> None:
+    """Adds the route that drains any process of the cluster."""
+
+    @app.post("/cluster/drain", responses=returns(Draining, 400, 401, 403, 404, 421, 503))
+    async def drain_process(request: Request, name: Annotated[str, Query(min_length=1, max_length=253)]) -> Response:
+        """Starts to drain a worker or router: it takes nothing new, finishes what it has and ends for good."""
+        keys.check_operator(credentials_of(request))
+        await drains.start(name, credentials_of(request))
+        return json_response({"status": "draining"})
+
+
 def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
     """Adds the route by which the planner sees what arrives."""
 
@@ -227,8 +265,8 @@ def _add_operations(
     metrics: RouterMetrics,
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
-) -> None:
-    """Adds the routes for operators."""
+) -> Overview:
+    """Adds the routes for operators. Returns what answers them."""
     served = [Served(one.name, one.aliases, one.workers, one.dispatcher.decisions) for one in models.services]
     overview = Overview(
         roster, served, peers, metrics.usage.tenants, cluster=models.first.settings.cluster, ready=lambda: models.ready
@@ -284,5 +322,7 @@ def _add_operations(
     @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404, 421))
     async def get_placements(request: Request, request_id: str) -> Response:
         """Shows where a recent request of the caller went, by its `x-request-id`."""
-        tenant = tenant_of(request).name
-        return json_response(await overview.placements(tenant, credentials_of(request), request_id))
+        tenant, sent = tenant_of(request), credentials_of(request)
+        return json_response(await overview.placements(tenant.name, sent, request_id, internals=tenant.admin))
+
+    return overview

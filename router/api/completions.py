@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
 from cpd.grammar.grammar import Grammar
 from cpd.rpc import cpd_pb2 as pb
+from router.api.call_traces import begin_call
 from router.api.chat_messages import Message, Tool, template_message, template_tool
 from router.api.format import ChatForm, Format, Parsing
 from router.api.openai import CompletionFormat, EchoedCompletionFormat
@@ -38,6 +39,9 @@ from router.text.parsers.output import detect
 from router.text.template import ChatTemplate
 from router.text.text_files import TextFiles
 
+if TYPE_CHECKING:
+    from cpd.common.tracing import TracedSpan
+
 _MANY_CHARS = 16
 """Nearly all tokens have fewer characters than this."""
 
@@ -62,6 +66,8 @@ class Caller:
         started: Loop time at which the request's head was read.
         admission: Counts what the call uses of its tenant's limits.
         needed_at: Loop time after which the caller has no use for a first token.
+        ticks: The caller wants to know the time of each token afterwards.
+        trace: Its span; None if it is not traced.
     """
 
     tenant: Tenant
@@ -69,6 +75,8 @@ class Caller:
     started: float
     admission: Admission
     needed_at: float = inf
+    ticks: bool = False
+    trace: "TracedSpan | None" = None
 
 
 class CompletionService:
@@ -328,9 +336,13 @@ class CompletionService:
                 priority=-request.priority,
                 received=caller.started,
                 needed_at=caller.needed_at,
+                ticks=caller.ticks,
+                trace=caller.trace,
             )
             for position, prompt in enumerate(prompts)
         ]
+        if caller.trace is not None:
+            begin_call(caller.trace, request, self.name)
         try:
             for routed in response.requests:
                 self.dispatcher.start(routed)

@@ -72,6 +72,11 @@ _TIMEOUT = {
     "predicted or in fact, the response is a 503.",
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
 }
+_TICKS = {
+    "name": "x-cpd-ticks",
+    "in": "header",
+    "description": "With `1`, `GET /requests/{id}` has the time of each token of the answer.",
+} | _TEXT
 _UNDECLARED: list[Any] = [
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
     *(ChatCompletionChunk, TextCompletionChunk, ErrorResponse),
@@ -110,7 +115,7 @@ def generates(
     }
     return {
         "responses": responses,
-        "openapi_extra": {"requestBody": _body(request), "parameters": [_REQUEST_ID, _TIMEOUT]},
+        "openapi_extra": {"requestBody": _body(request), "parameters": [_REQUEST_ID, _TIMEOUT, _TICKS]},
     }
 
 

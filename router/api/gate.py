@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from math import inf
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.api.access_log import AccessLog, CallStart
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
+from router.api.call_traces import end_call
 from router.api.client_limit import ClientLimit
 from router.api.completions import Caller
 from router.api.connection import connection_of
+from router.api.page import PAGE_FILES
 from router.api.respond import CompletionResponse
 from router.api.tenant_limits import TenantLimits
 from router.api.tenants import API_KEY_HEADER, Keys, Tenant, credentials
 from router.errors import ApiError, failed, invalid
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import TracedSpan, Tracing
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -28,6 +34,11 @@ _OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/docs", "/ope
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 """With a generating call: the time from its arrival for which a first token is of use to the client."""
+
+TICKS_HEADER = b"x-cpd-ticks"
+"""With a generating call: if it is `1`, `GET /requests/{id}` has the time of each token."""
+
+_TRACE_HEADERS = ("traceparent", "tracestate")
 
 _MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
 
@@ -53,6 +64,7 @@ class Gate:
         clients: Counts the connections of each client.
         refuse: Creates the response for an error of a path.
         access: Gets each call of a generating route when it has ended.
+        tracing: Sends the spans of these calls; None without a collector.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class Gate:
         clients: ClientLimit,
         refuse: Callable[[ApiError, str], Response],
         access: AccessLog,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self._app = app
         self._generating = generating
@@ -74,6 +87,7 @@ class Gate:
         self._clients = clients
         self._refuse = refuse
         self._access = access
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,13 +113,16 @@ class Gate:
             await send(message)
 
         response: Response | None = None
+        trace: TracedSpan | None = None
         outcome, code = "error", ""
         try:
             if len(headers) < len(scope["headers"]):
                 _check_repeated(scope["headers"])
-            if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
+            path = scope["path"]
+            if path not in _OPEN_PATHS and not path.startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
-                tenant = self._keys.tenant(proof)
+                if path != "/" and not path.startswith(PAGE_FILES):  # the page asks for the key
+                    tenant = self._keys.tenant(proof)
             if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
                 self._clients.open(named)
                 client = named
@@ -116,7 +133,11 @@ class Gate:
                 await self._app(scope, receive, send_with_id)
                 return
             admission = self._limits.admit(tenant, now)
-            caller = Caller(tenant, request_id.decode(), now, admission, now + _timeout_s(headers))
+            ticks = headers.get(TICKS_HEADER) == b"1"
+            if self._tracing is not None:
+                about = {"cpd.request_id": request_id.decode(), "cpd.tenant": tenant.name}
+                trace = self._tracing.begin(scope["path"], now, _trace_context(headers), about)
+            caller = Caller(tenant, request_id.decode(), now, admission, now + _timeout_s(headers), ticks, trace)
             scope["state"]["caller"] = caller
             response = await self._generating[scope["path"]](Request(scope, receive))
             admission.release_body()
@@ -147,8 +168,10 @@ class Gate:
                 if call is not None:
                     outcome, code = call.outcome, call.error.code if call.error is not None else code
                 model = scope.get("state", {}).get("model", "")
-                about = CallStart(scope["path"], request_id.decode(), tenant.name, now, model)
-                self._access.add(about, status=status, outcome=outcome, code=code, response=call)
+                call_start = CallStart(scope["path"], request_id.decode(), tenant.name, now, model)
+                self._access.add(call_start, status=status, outcome=outcome, code=code, response=call)
+                if trace is not None:
+                    end_call(trace, call, status=status, outcome=outcome, code=code)
 
 
 def _check_repeated(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -159,6 +182,10 @@ def _check_repeated(headers: Iterable[tuple[bytes, bytes]]) -> None:
             message = f"The request has the header '{name.decode()}' more than once."
             raise invalid(None, message, code="invalid_http")
         seen.add(name)
+
+
+def _trace_context(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name: headers[name.encode()].decode("latin-1") for name in _TRACE_HEADERS if name.encode() in headers}
 
 
 def _timeout_s(headers: Mapping[bytes, bytes]) -> float:

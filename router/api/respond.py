@@ -134,6 +134,19 @@ class CompletionResponse(Response):
             report["output_tokens"] = self.usage["completion_tokens"]
         return report
 
+    def trace_report(self) -> dict[str, str | bool | int | float | list[str]]:
+        """Ends, times and tokens of the call for its span, once the response has ended."""
+        report: dict[str, str | bool | int | float | list[str]] = {
+            "gen_ai.response.finish_reasons": [choice.finish or self.outcome for choice in self._choices]
+        }
+        if self._ttft_s is not None:
+            report["gen_ai.server.time_to_first_token"] = self._ttft_s
+        if self.usage is not None:
+            report["gen_ai.usage.input_tokens"] = self.usage["prompt_tokens"]
+            report["gen_ai.usage.cache_read.input_tokens"] = self._cached_tokens
+            report["gen_ai.usage.output_tokens"] = self.usage["completion_tokens"]
+        return report
+
     def forget(self) -> None:
         """Frees the requests, which refer to this object as it does to them."""
         if self._comments is not None:
@@ -309,6 +322,15 @@ class CompletionResponse(Response):
         metrics.usage.call(self.requests[0].tenant, usage["completion_tokens"])
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
         metrics.cached_tokens.inc(self._cached_tokens)
-        metrics.output_tokens.inc(usage["completion_tokens"])
-        if outcome == "completed":
-            metrics.e2e(route).observe(self._loop.time() - self._received)
+        if self._route is not None:
+            for request in self.requests:
+                metrics.prompt_length.observe(request.prompt_len)
+            for choice in self._choices:
+                metrics.output_length.observe(choice.num_tokens)
+        for choice in self._choices:
+            metrics.choices(choice.finish or ("abort" if self.gone else "error")).inc()
+        if outcome == "completed" and self._route is not None and self._ttft_s is not None:
+            e2e_s, queue_s = self._loop.time() - self._received, self._route.queue_ms / 1e3
+            metrics.e2e(route).observe(e2e_s)
+            metrics.prefill.observe(max(0.0, self._ttft_s - queue_s))
+            metrics.decode.observe(e2e_s - self._ttft_s)

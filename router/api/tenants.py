@@ -187,6 +187,15 @@ class Keys:
             self.tenant(authorization).check_admin()
 
     @property
+    def admin_key(self) -> str:
+        """The cluster's admin key; empty without a secret."""
+        return self._secret.admin_key
+
+    def is_operator(self, tenant: Tenant) -> bool:
+        """True if a tenant's key is an operator's. Without any keys nobody's is."""
+        return self.any and tenant.admin
+
+    @property
     def any(self) -> bool:
         """True if there are keys."""
         return bool(self._tenants)

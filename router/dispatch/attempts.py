@@ -6,11 +6,13 @@ tokens. `dispatcher.py` decides when; this module keeps the records.
 """
 
 import asyncio
+import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
 from cpd.common.logs import fields
@@ -25,6 +27,9 @@ from router.placement.decisions import Decision
 from router.placement.learning import Learning
 from router.placement.moves import Move
 from router.placement.policy import Placement
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import TracedSpan
 
 PROBATION_TOKENS = 4
 """A request whose worker crashed is a suspect until it has this many more tokens. They take it past the step at which
@@ -85,6 +90,8 @@ class RoutedRequest:
         priority: Higher goes first.
         received: Loop time at which the request came.
         needed_at: Loop time after which the client has no use for a first token.
+        ticks: The times of its outputs are remembered for `GET /requests/{id}`.
+        trace: The span of its call; None if that is not traced.
         load_class: Its class in what the planner measures; None before the first placement.
         outputs: Tokens of each choice so far.
         started: Some choice has output.
@@ -106,6 +113,8 @@ class RoutedRequest:
     priority: int
     received: float
     needed_at: float = inf
+    ticks: bool = False
+    trace: "TracedSpan | None" = None
     load_class: RequestClass | None = field(init=False, default=None)
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
@@ -224,6 +233,7 @@ class Attempt:
         stays_until: Loop time before which it is not moved again, because no other worker took it.
         moved_at: Loop time at which it last moved.
         parked: The worker that keeps its pages until it has a token from another one; None if it does not move.
+        trace: The span of its current placement; None if the request is not traced.
     """
 
     id: int
@@ -231,6 +241,7 @@ class Attempt:
     choices: set[int]
     number: int = -1
     session: WorkerSession | None = None
+    trace: "TracedSpan | None" = None
     prefill_session: WorkerSession | None = None
     decision: Decision | None = None
     refused_by: set[str] = field(default_factory=set)
@@ -281,6 +292,14 @@ class Attempt:
             deadline_ms: Time left for the first token.
         """
         request, prefix_source = self.request, None
+        if request.trace is not None:
+            about = {
+                "cpd.attempt": self.number + 1,
+                "cpd.route": placement.route,
+                "cpd.worker": placement.decode.worker_id,
+                "cpd.predicted_ttft_ms": placement.chosen.ttft_ms,
+            }
+            self.trace = request.trace.child("attempt", time.monotonic(), "CLIENT", about)
         if source := placement.prefix_source:
             blocks = placement.prefix_source_blocks
             prefix_source = pb.PrefixSource(worker_id=source.worker_id, address=source.address, blocks=blocks)
@@ -303,6 +322,7 @@ class Attempt:
             trace_id=request.trace_id,
             priority=request.priority,
             deadline_ms=deadline_ms,
+            traceparent=self.trace.traceparent if self.trace is not None else "",
         )
 
     def attach(self, placement: Placement, decode: WorkerSession, prefill: WorkerSession, now: float) -> Decision:
@@ -315,7 +335,16 @@ class Attempt:
         prefill.worker_load.prompt_sent(self.id, placement.chosen.cost.prefill_ms, now)
         request, choice = self.request, min(self.choices)
         self.decision = Decision(
-            request.tenant, request.trace_id, placement, request.prompt_len, self.number, choice, placed_at=now
+            request.tenant,
+            request.trace_id,
+            placement,
+            request.prompt_len,
+            self.number,
+            choice,
+            received=request.received,
+            placed_at=now,
+            streams=placement.decode.decodes,
+            ticks=array("f") if request.ticks else None,
         )
         return self.decision
 
@@ -338,6 +367,10 @@ class Attempt:
             raise ProtocolError(f"it reported a queue time of {prefilled.queue_ms} ms")
         if prefilled.cached_tokens > request.prompt_len + len(known):
             raise ProtocolError(f"it reported {prefilled.cached_tokens} cached tokens of a shorter prompt")
+        if output.HasField("landed"):
+            _check_landed(output.landed)
+        if prefilled.HasField("fetched"):
+            _check_landed(prefilled.fetched)
         if not (prefilled.prefill_worker.isascii() and prefilled.prefill_worker.isprintable()):  # a response header
             raise ProtocolError(f"it reported a prefill worker {prefilled.prefill_worker!r}")
         scores = output.logprobs
@@ -349,17 +382,14 @@ class Attempt:
             if not all(logprob < inf for logprob in (score.logprob, *score.top_logprobs)):
                 raise ProtocolError("it sent log-probabilities that are not numbers")
 
-    def on_output(self, choice: int, prefilled: pb.Prefilled, now: float, learning: Learning) -> None:
-        """Records that tokens of a choice have arrived, and learns from them.
-
-        Args:
-            prefilled: Describes the prefill, with the first tokens.
-        """
+    def on_output(self, output: pb.Output, now: float, learning: Learning) -> None:
+        """Records that tokens of a choice have arrived, and learns from them."""
         self.deadline = None
         decision, computed_by = self.decision, self.prefill_session
         if decision is None:
             return
         if computed_by is not None:
+            prefilled = output.prefilled
             decision.on_prefilled(prefilled)
             as_planned = (prefilled.prefill_worker or decision.placement.decode.worker_id) == computed_by.id
             woke = bool(decision.wake_s or decision.placement.chosen.cost.wake_ms)  # says nothing about the speed
@@ -367,7 +397,10 @@ class Attempt:
                 placement, actual_ms = decision.placement, (now - decision.placed_at) * 1e3
                 learning.first_token(computed_by.worker_load.errors, placement, actual_ms, now)
             self._prompt_computed()
-        if decision.choice == choice:
+        if output.HasField("landed"):
+            decision.landed = pb.Landed()
+            decision.landed.CopyFrom(output.landed)
+        if decision.choice == output.choice:
             decision.on_output(now)
 
     def crashed(self, worker_id: str, now: float) -> None:
@@ -385,10 +418,14 @@ class Attempt:
         """Records that the attempt no longer runs on a worker."""
         self._prompt_computed()
         if self.decision is not None:
-            self.decision.outcome = outcome
             if not self.request.started:
                 self.request.wake_s += self.decision.wake_s
+            self.decision.end(outcome, asyncio.get_running_loop().time())
             self.decision = None
+        if self.trace is not None:
+            self.trace.set({"cpd.outcome": outcome})
+            self.trace.end(time.monotonic(), "" if outcome in ("finished", "cancelled") else outcome)
+            self.trace = None
         if self.session is not None and self.session.worker_load is not None:
             self.session.worker_load.sequences_ended(len(self.choices))
         self.session = None
@@ -397,3 +434,8 @@ class Attempt:
         if self.prefill_session is not None and self.prefill_session.worker_load is not None:
             self.prefill_session.worker_load.prompt_answered(self.id)
         self.prefill_session = None
+
+
+def _check_landed(landed: pb.Landed) -> None:
+    if not 0 <= landed.waited_ms <= MAX_MS:
+        raise ProtocolError(f"it reported pages that came after {landed.waited_ms} ms")

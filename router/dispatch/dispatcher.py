@@ -49,6 +49,7 @@ from router.errors import (
     waits_too_long,
     wake_failed,
 )
+from router.events import EventKind
 from router.placement.candidate import Candidate
 from router.placement.decisions import Decisions
 from router.placement.moves import Move, Moves, Stream
@@ -254,7 +255,10 @@ class Dispatcher:
                 attempt.parked = None  # its pages are gone
         if crashed:
             self._crashed(session)
-        for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
+        affected = [attempt for attempt in self._attempts.values() if attempt.session is session]
+        kind: EventKind = "crashed" if crashed else "left" if session.drained else "lost"
+        self._workers.events.add(kind, session.id, session.reason, len(affected))
+        for attempt in affected:
             if attempt.id not in self._attempts:
                 continue  # another attempt of its request has failed
             self._detach(attempt, "worker lost")
@@ -282,6 +286,8 @@ class Dispatcher:
             crashes = max((attempt.crashes for attempt in present if attempt.request is request), key=len)
             log.warning("the request is given up: it crashed workers %s", ", ".join(crashes), extra=request.log_fields)
             self._metrics.convictions.inc()
+            given_up = f"a request is given up: it crashed workers {', '.join(crashes)}"
+            self._workers.events.add("request_crashes_workers", session.id, given_up, 1)
             self._convictions.add(request.digest, now)
             message = f"{len(crashes)} workers crashed while running this request, so it is not tried again."
             self._fail(request, crashes_workers(f"{message} Tell the operator of this server its request id."))
@@ -313,17 +319,20 @@ class Dispatcher:
         now = loop.time()
         if attempt.waits_since is not None:
             self._wakes.end(attempt)
-        attempt.on_output(index, prefilled, now, self._learning)
+        attempt.on_output(output, now, self._learning)
+        if output.HasField("landed"):
+            self._metrics.transfer_wait.observe(output.landed.waited_ms / 1e3)
         if attempt.parked is not None:
             self._moved(attempt)
         if attempt.crashes:
             self._end_probation(attempt, len(token_ids))
         request.outputs[index].extend(token_ids)
         self._metrics.activity.tokens += len(token_ids)
-        if choice.num_tokens:
+        if known := choice.num_tokens:
             self._metrics.itl.observe(now - choice.last_at)
         choice.last_at = now
         choice.push(token_ids, output.logprobs, output.finish)
+        self._metrics.output_tokens.inc(choice.num_tokens - known)
         if choice.has_delta:
             request.consumer.updated(choice)
         if not request.started:

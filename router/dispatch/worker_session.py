@@ -36,6 +36,7 @@ from cpd.protocol.version import UnknownMessages
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
+from router.events import Events
 from router.placement.learning import Learning, WorkerErrors
 from router.placement.worker_load import Residency, WorkerLoad, residency_of
 from router.prefix_index.block_table import KEY_BYTES
@@ -105,6 +106,7 @@ class WorkerSession:
         index: Gets the worker's cached blocks.
         itl_ms: Target for the gaps between the tokens of its streams, in ms.
         learning: What this router learns from requests.
+        events: Gets what happens to the worker.
         admit: Called with the worker's Hello; raises RefusedError if the worker does not fit.
         on_hello: Called when `hello` or `role` has changed.
 
@@ -130,6 +132,7 @@ class WorkerSession:
         index: PrefixIndex,
         itl_ms: float,
         learning: Learning,
+        events: Events,
         admit: Callable[[Member, pb.Hello], None],
         on_hello: Callable[[], None],
     ) -> None:
@@ -147,6 +150,7 @@ class WorkerSession:
         self._index = index
         self._itl_ms = itl_ms
         self._learning = learning
+        self._events = events
         self._admit = admit
         self._on_hello = on_hello
         self._next_event: int | None = None
@@ -154,7 +158,7 @@ class WorkerSession:
         self._stream: Stream[pb.WorkerMessage] | None = None
         self._unknown = UnknownMessages(f"worker {self.id}")
         self._error: ProtocolError | None = None
-        self._drained = False  # it has ended in order
+        self._drained = False
         self._set_role(pb.ROLE_UNSPECIFIED)
 
     @property
@@ -166,6 +170,11 @@ class WorkerSession:
     def live(self) -> bool:
         """True if requests can be placed on the worker."""
         return self.state == "ready"
+
+    @property
+    def drained(self) -> bool:
+        """True if the worker has ended in order, after a drain."""
+        return self._drained
 
     @property
     def gives_away(self) -> bool:
@@ -303,6 +312,7 @@ class WorkerSession:
             log.info(
                 "session with %s worker %s at %s is up", self.role, self.id, without_fingerprint(self.member.session)
             )
+            self._events.add("joined", self.id, f"{self.role} worker on {self.member.host}")
             listener.ready(self)
             while not self.failed and (message := await stream.receive()) is not None:
                 await self._handle(message, listener)
@@ -416,6 +426,7 @@ class WorkerSession:
             self._set_role(load.role)
         if self.role != before:
             log.info("%s worker %s is a %s worker now", before, self.id, self.role)
+            self._events.add("role", self.id, f"{before} worker became a {self.role} worker")
             self.worker_load.errors = self._new_errors()
             self._on_hello()
 
@@ -427,4 +438,6 @@ class WorkerSession:
         return self._learning.worker(prefills_only=self.role == "prefill")
 
     def _set_state(self, state: "pb.State.ValueType") -> None:
-        self.state = "draining" if state == pb.STATE_DRAINING else "ready"
+        before, self.state = self.state, "draining" if state == pb.STATE_DRAINING else "ready"
+        if self.state == "draining" and before != "draining":
+            self._events.add("drains", self.id, "takes no new requests")

@@ -16,6 +16,7 @@ from cpd.common.tls import without_fingerprint
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
+from router.events import Events
 from router.placement.candidate import Candidate
 from router.placement.learning import Learning
 from router.placement.worker_load import Residency
@@ -65,6 +66,7 @@ class Workers:
         router_id: This router's name.
         model_name: See above.
         index: The cached blocks of the workers.
+        events: What has happened to them lately.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Workers:
         learning: Learning,
     ) -> None:
         self.index = PrefixIndex()
+        self.events = Events()
         self.router_id = router_id
         self.model_name = model_name
         self._secret = secret
@@ -186,6 +189,7 @@ class Workers:
                 index=self.index,
                 itl_ms=self._itl_ms,
                 learning=self.learning,
+                events=self.events,
                 admit=self._admit,
                 on_hello=self._on_hello,
             )

@@ -16,7 +16,7 @@ from cpd.common.tls import base_url
 from router.dispatch.roster import Roster
 from router.errors import invalid
 from router.operations.peer_routers import PeerAnswer, PeerRouters
-from router.operations.status import ClusterStatus, Served, cluster_status, with_peers
+from router.operations.status import ClusterStatus, Served, cluster_status, views_in, with_peers
 from router.usage import TenantUsage, unused
 
 
@@ -58,6 +58,9 @@ class Overview:
         usage: What each tenant has used at this router.
         cluster: The cluster's name.
         ready: Returns whether this router is ready.
+
+    Attributes:
+        router_id: This router's name.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Overview:
         cluster: str,
         ready: Callable[[], bool],
     ) -> None:
+        self.router_id = roster.router_id
         self._roster = roster
         self._models = models
         self._peers = peers
@@ -80,18 +84,31 @@ class Overview:
 
     async def cluster(self, authorization: bytes) -> ClusterStatus:
         """Returns the state of the cluster. `routers[].error` says why a router did not answer."""
-        own = cluster_status(self._roster, self._models, self._cluster, ready=self._ready())
-        return with_peers(own, self._roster.router_id, await self._ask("/cluster", authorization))
+        own = await self.own()
+        return with_peers(own, self.router_id, *await self.peers(authorization))
 
-    async def placements(self, tenant: str, authorization: bytes, request_id: str) -> RequestPlacements:
+    async def own(self) -> ClusterStatus:
+        """Returns the cluster as this router sees it."""
+        return await cluster_status(self._roster, self._models, self._cluster, ready=self._ready())
+
+    async def peers(self, authorization: bytes) -> tuple[dict[str, ClusterStatus], dict[str, str]]:
+        """Returns the cluster as the other routers see it, and why the rest did not answer, by router."""
+        return views_in(await self._ask("/cluster", authorization))
+
+    async def placements(
+        self, tenant: str, authorization: bytes, request_id: str, *, internals: bool
+    ) -> RequestPlacements:
         """Returns the placements of a tenant's request.
+
+        Args:
+            internals: See `Decision.describe`.
 
         Raises:
             ApiError: No router that answered knows the request (404).
         """
-        own_id = self._roster.router_id
+        own_id = self.router_id
         placements = [
-            {"router": own_id, **record.describe()}
+            {"router": own_id, **record.describe(internals=internals)}
             for one in self._models
             for record in one.decisions.find(tenant, request_id)
         ]
@@ -110,7 +127,7 @@ class Overview:
 
     async def usage(self, authorization: bytes) -> ClusterUsage:
         """Returns what each tenant has used."""
-        total: ClusterUsage = {"tenants": {}, "since": {self._roster.router_id: self._since}, "missing": {}}
+        total: ClusterUsage = {"tenants": {}, "since": {self.router_id: self._since}, "missing": {}}
         _add_usage(total["tenants"], self._usage)
         for answer in await self._ask("/usage", authorization):
             if not answer.ok:

@@ -67,13 +67,20 @@ class PeerRouters:
         """Sends `GET path` to all peers at once and returns their answers, within about ANSWER_S."""
         return await self._ask_all(self._members(), path, authorization)
 
+    async def drain(self, router_id: str, authorization: bytes) -> PeerAnswer:
+        """Tells a peer to drain."""
+        for member in self._members():
+            if member.id == router_id:
+                return await self._ask(member, "/drain", authorization, "POST")
+        return PeerAnswer(router_id, 0, error="its lease is gone")
+
     def _members(self) -> list[Member]:
         return [member for member in self._list_routers() if member.id != self._router_id]
 
     async def _ask_all(self, members: Sequence[Member], path: str, authorization: bytes) -> list[PeerAnswer]:
         return list(await asyncio.gather(*(self._ask(member, path, authorization) for member in members)))
 
-    async def _ask(self, member: Member, path: str, authorization: bytes) -> PeerAnswer:
+    async def _ask(self, member: Member, path: str, authorization: bytes, method: str = "GET") -> PeerAnswer:
         headers = {b"authorization": authorization} if authorization else {}
         try:
             url, verify = base_url(member.admin)
@@ -85,7 +92,7 @@ class PeerRouters:
                     verify=verify, trust_env=False, timeout=httpx2.Timeout(None, connect=ANSWER_S / 2)
                 ) as client,
             ):
-                response = await client.get(url + path, headers=headers)
+                response = await client.request(method, url + path, headers=headers)
         except (TimeoutError, httpx2.TimeoutException):
             return PeerAnswer(member.id, 0, error=f"no answer within {ANSWER_S:g} s", timed_out=True)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:

@@ -1,6 +1,7 @@
 """The document of `GET /cluster`."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar, cast
 
@@ -13,12 +14,16 @@ from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.roster import Roster
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
+from router.events import Event
 from router.operations.peer_routers import PeerAnswer
 from router.operations.worker_metrics import pages
 from router.placement.decisions import Decisions
 from router.placement.worker_load import Residency
 
 T = TypeVar("T")
+
+WORKERS_AT_ONCE = 25
+"""Workers described before the event loop's other tasks run: about half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class WorkerInfo(TypedDict):
     num_pages: int
     page_bytes: int
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     token_budget: int
     colocate: str | None
@@ -169,6 +175,24 @@ class ModelStatus(TypedDict):
     max_model_len: int | None
 
 
+class Waiting(TypedDict):
+    """Requests that wait for their first token, by the workers chosen for them.
+
+    `prefill` is empty if `decode` computes the prompts, and `prefix_source` if no prefix is fetched.
+    """
+
+    decode: str
+    prefill: str
+    prefix_source: str
+    requests: int
+
+
+class RouterEvent(Event):
+    """Something that happened to a worker, as a router saw it."""
+
+    router: str
+
+
 class ClusterStatus(TypedDict):
     """The state of the cluster.
 
@@ -177,6 +201,8 @@ class ClusterStatus(TypedDict):
     predictions for all of them are mostly right.
 
     `plan` is the last decision of the planner; null without one in the last hour. `planner` says whether one is alive.
+
+    `waiting` has the requests without a first token. `events` has what has happened to workers lately, oldest first.
     """
 
     cluster: str
@@ -190,12 +216,19 @@ class ClusterStatus(TypedDict):
     routers: list[RouterStatus]
     planner: bool
     plan: PlanReport | None
+    waiting: list[Waiting]
+    events: list[RouterEvent]
 
 
-def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, ready: bool) -> ClusterStatus:
-    """Returns the cluster as this router, which is `ready` or not, sees it."""
-    described = [_model(one) for one in models]
-    workers = [_worker(session, roster.router_id, one) for one in models for session in one.workers.sessions]
+async def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, ready: bool) -> ClusterStatus:
+    """Returns the cluster as this router, which is `ready` or not, sees it. Other tasks run in between."""
+    described = [model_status(one) for one in models]
+    workers: list[WorkerStatus] = []
+    for one in models:
+        for session in one.workers.sessions:
+            workers.append(_worker(session, roster.router_id, one))
+            if len(workers) % WORKERS_AT_ONCE == 0:
+                await asyncio.sleep(0)
     return {
         "cluster": cluster,
         "model": described[0]["name"],
@@ -208,10 +241,13 @@ def cluster_status(roster: Roster, models: Sequence[Served], cluster: str, *, re
         "routers": [_router(member) for member in roster.routers],
         "planner": roster.plans,
         "plan": roster.plan,
+        "waiting": _waiting(models),
+        "events": _events(roster.router_id, models),
     }
 
 
-def _model(served: Served) -> ModelStatus:
+def model_status(served: Served) -> ModelStatus:
+    """Returns the state of a model."""
     workers = served.workers
     return {
         "name": served.name,
@@ -229,29 +265,62 @@ def _router(member: Member) -> RouterStatus:
     return cast(RouterStatus, described | {"ready": False, "trusted": None, "error": None})
 
 
-def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]) -> ClusterStatus:
-    """Merges the answers of the other routers into `own`."""
-    seen: dict[str, ClusterStatus] = {answer.router_id: orjson.loads(answer.body) for answer in answers if answer.ok}
-    seen[router_id] = own
-    errors = {answer.router_id: answer.error for answer in answers if not answer.ok}
+def _waiting(models: Sequence[Served]) -> list[Waiting]:
+    ways = [way for one in models for way in one.decisions.on_the_way().items()]
+    return [
+        {"decode": decode, "prefill": prefill, "prefix_source": source, "requests": requests}
+        for (prefill, decode, source), requests in ways
+    ]
+
+
+def _events(router_id: str, models: Sequence[Served]) -> list[RouterEvent]:
+    return _in_order([{**event, "router": router_id} for one in models for event in one.workers.events.latest()])
+
+
+def _in_order(events: Iterable[RouterEvent]) -> list[RouterEvent]:
+    return sorted(events, key=lambda event: event["at"])
+
+
+def views_in(answers: Sequence[PeerAnswer]) -> tuple[dict[str, ClusterStatus], dict[str, str]]:
+    """Returns what other routers see, and why the rest did not answer, by router."""
+    seen: dict[str, ClusterStatus] = {one.router_id: orjson.loads(one.body) for one in answers if one.ok}
+    return seen, {one.router_id: one.error for one in answers if not one.ok}
+
+
+def with_peers(
+    own: ClusterStatus, router_id: str, peers: Mapping[str, ClusterStatus], errors: Mapping[str, str]
+) -> ClusterStatus:
+    """Merges what the other routers see into `own`.
+
+    Args:
+        peers, errors: See `views_in`.
+    """
+    seen = {**peers, router_id: own}
     workers = {worker["id"]: worker for worker in own["workers"]}
-    for status in seen.values():
+    for status in peers.values():
         for worker in status["workers"]:
-            known = workers.setdefault(worker["id"], worker)
+            if worker["id"] not in workers:
+                workers[worker["id"]] = {**worker, "routers": {}}
+            known = workers[worker["id"]]
             known["routers"].update(worker["routers"])
-            _merge_since(known.get("residency"), worker.get("residency"))
+            known["residency"] = _since_earlier(known.get("residency"), worker.get("residency"))
     for router in own["routers"]:
         router["ready"] = router["id"] in seen and seen[router["id"]]["ready"]
         router["trusted"] = seen[router["id"]]["trusted"] if router["id"] in seen else None
         router["error"] = errors.get(router["id"])
     own["workers"] = [workers[worker_id] for worker_id in sorted(workers)]
+    for status in peers.values():
+        own["waiting"] += status.get("waiting", [])  # a router of an older version does not tell them
+        own["events"] += status.get("events", [])
+    own["events"] = _in_order(own["events"])
     return own
 
 
-def _merge_since(own: WorkerResidency | None, other: WorkerResidency | None) -> None:
+def _since_earlier(known: WorkerResidency | None, other: WorkerResidency | None) -> WorkerResidency | None:
     """A router that saw the change knows better since when than one that started later. Older ones do not say it."""
-    if own is not None and other is not None and own["state"] == other["state"]:
-        own["since"] = min(own["since"], other["since"])
+    if known is None or other is None or known["state"] != other["state"]:
+        return known
+    return {**known, "since": min(known["since"], other["since"])}
 
 
 def _worker(session: WorkerSession, router_id: str, served: Served) -> WorkerStatus:

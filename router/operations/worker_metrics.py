@@ -5,11 +5,19 @@ Workers fill their reports in `worker/load_report.py` and in `add_load` of their
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from operator import attrgetter
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
+from cpd.common.buckets import TRANSFER_BYTES, TRANSFER_BYTES_PER_S, TRANSFER_S
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import BEST_FIRST, Workers
@@ -58,6 +66,13 @@ _OF_RESIDENCY: dict[str, tuple[str, Callable[[pb.Residency], float]]] = {
 }
 """Counters of workers on shared devices."""
 
+_TRANSFERS: dict[str, tuple[str, Sequence[float]]] = {
+    "bytes": ("Size of transfers of KV pages that it sent.", TRANSFER_BYTES),
+    "seconds": ("Duration of these transfers.", TRANSFER_S),
+    "bytes_per_second": ("Speed of these transfers.", TRANSFER_BYTES_PER_S),
+}
+"""Histograms that are fields of `Transfers`, with the bounds of their buckets."""
+
 
 class WorkerMetrics(Collector):
     """Reads the workers' loads at every scrape, so that no value outlives its worker."""
@@ -89,6 +104,15 @@ class WorkerMetrics(Collector):
                 for value, count in sorted(values(worker.load).items()):
                     family.add_metric([*names, value], count)
             yield family
+        for field, (text, bounds) in _TRANSFERS.items():
+            sent = HistogramMetricFamily(f"cpd_worker_transfer_{field}", text, labels=_LABELS)
+            for names, worker in workers:
+                histogram: pb.Histogram = getattr(worker.load.transfers, field)
+                if len(histogram.counts) == len(bounds) + 1:  # else it has sent none, or is of another version
+                    counts = accumulate(histogram.counts)
+                    buckets = [(str(bound), count) for bound, count in zip((*bounds, "+Inf"), counts, strict=True)]
+                    sent.add_metric(names, buckets, histogram.sum)
+            yield sent
 
     def _residencies(self, shared: Sequence[tuple[list[str], WorkerSession]]) -> Iterable[Metric]:
         """Metrics of the model and of its workers, whose devices are shared."""

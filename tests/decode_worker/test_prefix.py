@@ -27,6 +27,9 @@ class TestPrefixFetch:
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefix_worker=d.source.worker.worker.id)
+            assert answer.fetched is not None
+            assert (answer.fetched.pages, answer.fetched.waited_ms > 0) == (CACHED // BLOCK_SIZE, True)
+            assert answer.landed is None
             await d.balanced()
             await eventually(lambda: d.here.router.load.prefill_tokens == TOKENS - CACHED)
             await eventually(lambda: dict(d.here.router.load.prefix_fetches) == {"completed": 1})

@@ -19,6 +19,8 @@ async def test_a_long_prompt_is_computed_there_and_decoded_here(redis_url: str) 
         await p.router.done(answer)
         assert_right(request, answer)
         assert answer.prefilled[0] == pb.Prefilled(cached_tokens=0, prefill_worker=p.prefill.worker.id)
+        assert answer.landed is not None
+        assert (answer.landed.pages, answer.landed.waited_ms >= 0) == (19, True)
         await p.balanced()
         assert p.router.load.prefill_tokens == 0
         await eventually(lambda: p.prefill_view.load.prefill_tokens == 300)

@@ -64,4 +64,5 @@ def test_the_hint_can_be_pasted(needs_key: bool) -> None:
     assert hint.startswith("Serving tiny, small at")
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in hint
     assert '"model": "tiny"' in hint
+    assert "Browser: http://127.0.0.1:8000 " in hint
     assert ("authorization" in hint) == needs_key

@@ -135,9 +135,16 @@ class Cluster:
         eventually(lambda: self._supervised[name].state().starts > starts, f"{name} was started again")
 
     @contextmanager
-    def without(self, *names: str) -> Iterator[None]:
-        """Ends the named processes while the context is open; afterwards they are started anew."""
+    def without(self, *names: str, kill: bool = False) -> Iterator[None]:
+        """Ends the named processes while the context is open; afterwards they are started anew.
+
+        Args:
+            kill: End them with SIGKILL.
+        """
         for name in names:
+            if kill:
+                self._supervised[name]._stopping.set()  # it is not started again
+                self.send(name, signal.SIGKILL)
             self._supervised[name].stop()
         yield
         for spec in self._specs:

@@ -98,6 +98,17 @@ class Router:
         """One worker's part of `GET /cluster`."""
         return next((worker for worker in (await self.cluster())["workers"] if worker["id"] == worker_id), None)
 
+    async def own_lease(self) -> dict[str, Any]:
+        """The only router of `GET /cluster`, once its lease is known."""
+
+        async def listed() -> bool:
+            return bool((await self.cluster())["routers"])
+
+        await eventually(listed)
+        (own,) = (await self.cluster())["routers"]
+        lease: dict[str, Any] = own
+        return lease
+
     async def knows(self, *workers: FakeWorker) -> None:
         """Waits until these workers are live."""
         for worker in workers:

@@ -28,6 +28,8 @@ class Answer:
     finish: dict[int, Finish] = field(default_factory=dict)
     prefilled: dict[int, pb.Prefilled] = field(default_factory=dict)
     queue_ms: dict[int, float] = field(default_factory=dict)
+    fetched: pb.Landed | None = None
+    landed: pb.Landed | None = None
     refusal: pb.Refusal | None = None
 
     @property
@@ -49,7 +51,13 @@ class Answer:
         if output.HasField("prefilled"):
             self.queue_ms[output.choice] = output.prefilled.queue_ms
             output.prefilled.ClearField("queue_ms")
+            if output.prefilled.HasField("fetched"):
+                self.fetched = pb.Landed.FromString(output.prefilled.fetched.SerializeToString())
+                output.prefilled.ClearField("fetched")
             self.prefilled[output.choice] = output.prefilled
+        if output.HasField("landed"):
+            assert self.landed is None, "the pages are told twice"
+            self.landed = output.landed
         self.tokens.setdefault(output.choice, []).extend(output.token_ids)
         if output.finish:
             self.finish[output.choice] = Finish(output.finish)

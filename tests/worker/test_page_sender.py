@@ -11,6 +11,8 @@ from kvtransfer.base import Peer, PoolMemory, Ticket
 from worker.async_engine import AsyncEngine
 from worker.page_sender import RUN_PAGES, PageSender, SourcePool
 
+PAGE_BYTES = 4096
+
 
 class HeldTransfer:
     """A transfer that completes when `arrived` is set."""
@@ -56,7 +58,7 @@ class Sending:
         self, blocks: int, there: int = 0, announce: Callable[[pb.PrefillPages], None] = lambda pages: None
     ) -> None:
         self.pins, self.peer = Pins(), HeldPeer()
-        self.source = SourcePool(cast(AsyncEngine, self.pins), PoolMemory(0, 0, 0))
+        self.source = SourcePool(cast(AsyncEngine, self.pins), PoolMemory(0, 0, PAGE_BYTES))
         self.sender = PageSender(
             cast(Peer, self.peer),
             pb.PrefillLanding(reservation=1, generation=1, epoch=1, first_block=there, pages=range(blocks - there)),
@@ -83,6 +85,10 @@ async def test_many_pages_are_sent_in_runs_that_show_progress() -> None:
     sending.peer.transfers[0].arrived.set()
     await run_other_tasks()
     assert sending.source.completed_transfers == 1
+    load = pb.Load()
+    sending.source.add_load(load)
+    assert sum(load.transfers.seconds.counts) == sum(load.transfers.bytes_per_second.counts) == 1
+    assert load.transfers.bytes.sum == RUN_PAGES * PAGE_BYTES
     assert sending.pins.unpinned == pages[: 5 + RUN_PAGES]
     for transfer in sending.peer.transfers:
         transfer.arrived.set()

@@ -42,12 +42,14 @@ async def test_outputs_of_a_choice_merge_while_they_wait() -> None:
     session.send_output(1, 0, tokens(8, choice=1))
     session.send_output(1, 1, tokens(9))
     session.send_output(1, 0, Output("", 0, [2], [TokenLogprobs(-1.0, [(2, -1.0)])]))
-    session.send_output(1, 0, tokens(3, finish=Finish.STOP))
+    session.send_output(1, 0, tokens(3, finish=Finish.STOP), landed=pb.Landed(pages=7))
     [message] = await session.take()
     merged, other_choice, other_attempt = message.step.outputs
     assert (list(merged.token_ids), merged.finish, len(merged.logprobs)) == ([1, 2, 3], pb.FINISH_STOP, 1)
     assert (list(merged.logprobs[0].top_ids), merged.logprobs[0].logprob) == ([2], -1)
     assert merged.prefilled.cached_tokens == 16
+    assert merged.landed.pages == 7
+    assert not other_choice.HasField("landed")
     assert (list(other_choice.token_ids), list(other_attempt.token_ids)) == ([8], [9])
     session.send_output(1, 0, tokens(4))
     [message] = await session.take()

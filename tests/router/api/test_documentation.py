@@ -180,6 +180,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "/metrics": ("get",),
     "/metrics/targets": ("get",),
     "/cluster": ("get",),
+    "/cluster/drain": ("post",),
+    "/session": ("get",),
     "/usage": ("get",),
     "/requests/{request_id}": ("get",),
 }
@@ -314,7 +316,8 @@ def test_what_fields_without_effect_may_be_is_listed(document: dict[str, Any], p
     assert listed["functions"]["enum"] == [[], None]
     assert "anyOf" in listed["priority"]
     assert "Extension" in listed["priority"]["description"]
-    assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id", "x-request-timeout-ms"}
+    names = {parameter["name"] for parameter in operation["parameters"]}
+    assert names == {"x-request-id", "x-request-timeout-ms", "x-cpd-ticks"}
 
 
 @pytest.mark.parametrize(
