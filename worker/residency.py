@@ -387,7 +387,6 @@ class Residency:
             self._wakes += 1
             self._took_all(resident)
             self._stage_due = True
-            log.info("awake, loaded from %s in %.2f s", "host memory" if staged else "disk", took_s)
         self._look_now.set()
 
     def _free(self, resident: Resident) -> None:
@@ -411,7 +410,6 @@ class Residency:
         entry = replace(entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s)
         self._own = replace(self._own, phase=Phase.ASLEEP, entry=entry)
         self._took_all(resident)
-        log.info("asleep after %.2f s", entry.sleep_s)
         self._look_now.set()
 
     def _took_all(self, resident: Resident) -> None:

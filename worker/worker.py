@@ -11,7 +11,7 @@ Parts in the order of their start; each is closed before the one above it:
     servers      event loop      take sessions and prefill requests (cpd/common/stream.py) and administration (gRPC)
     lease        event loop      lists the worker for as long as its servers listen
 
-Residency is closed a first time before everything else, so that the model stays as it is while the rest closes.
+Once the worker serves, residency is closed before all others: the model stays as it is while they close.
 """
 
 import asyncio

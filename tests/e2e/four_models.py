@@ -35,6 +35,7 @@ from cpd.residency.record import Entry, Waiting
 from cpd.residency.snapshot import State
 from deploy.state import ClusterDir
 from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.e2e.oracle import MARGIN
 
 PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 FAMILIES = {"llama": "llama3", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -50,8 +51,6 @@ PROMPTS = 5
 SHORT, LONG = 20, 300
 """Tokens of a prompt; every second one is long."""
 OUTPUT_TOKENS = 400
-LEAST_MARGIN = 1e-3
-"""Prompts after which transformers decides by less are left out: float32 does not promise the same token there."""
 PAUSE_S = 3.0
 """Mean pause of a client between two requests."""
 LOOK_S = 0.02
@@ -150,7 +149,7 @@ def make_models(directory: Path) -> dict[str, list[Expected]]:
         while len(found) < PROMPTS:
             prompt = [rng.randrange(3, 400) for _ in range(LONG if len(found) % 2 else SHORT)]
             answer = oracle_generate(checkpoint, prompt, OUTPUT_TOKENS)
-            if min(answer.margins) >= LEAST_MARGIN:
+            if min(answer.margins) >= MARGIN:  # by less, float32 does not promise the same token
                 found.append(Expected(prompt, answer.token_ids))
     return expected
 
