@@ -33,7 +33,8 @@ $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	@# Python compiles what it imports. Compiling all of torch and Ray now would take longer.
-	$(BIN)/python -m pip install --quiet --no-compile -r requirements.lock
+	@echo "Installing what runs into $(VENV): 1.7 GB or more, a few minutes"
+	$(BIN)/python -m pip install --no-compile --progress-bar on -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	$(BIN)/python -m engine.ops.kernels
 	touch $(READY)

@@ -5,7 +5,7 @@ chrome://tracing, with a process per worker and a thread per lane.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -50,6 +50,17 @@ def trace(cluster: str, worker: str, seconds: float, chrome: bool) -> None:
         sys.stdout.write(orjson.dumps(chrome_trace(steps)).decode() + "\n")
     else:
         sys.stdout.writelines(orjson.dumps(step).decode() + "\n" for step in steps)
+    sys.stderr.write(summary(steps, chrome=chrome))
+
+
+def summary(steps: Sequence[Step], *, chrome: bool) -> str:
+    """Says what was written, and how to look at it."""
+    workers = len({step["worker"] for step in steps})
+    seconds = max(step["start_s"] for step in steps) - steps[0]["start_s"] if steps else 0.0
+    count = f"{len(steps):,} steps of {workers} worker{'s' * (workers != 1)} within {seconds:.1f} s"
+    if chrome:
+        return f"{count}. Open the file at https://ui.perfetto.dev (or chrome://tracing).\n"
+    return f"{count}, one JSON document a line. With --chrome it is a file for https://ui.perfetto.dev.\n"
 
 
 def chrome_trace(steps: Iterable[Step]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from bench.interference.result import Cell, InterferenceResult, Spread
 from bench.interference.verdicts import tone_of
 from bench.report import page as parts
+from bench.report.curves import LOG_AXIS
 from bench.report.page import Card, Chart, Notice, Page, error_bars, series
 from bench.report.text import interval, milliseconds, number
 
@@ -15,7 +16,7 @@ _LEAD = (
     "Mean gap between the chunks of all decode streams from the burst to the last first token of its prompts, compared "
     "with the same streams just before."
 )
-_TOKENS_AXIS = {"type": "log", "title": {"text": "prompt tokens of the burst"}, "dtick": "D2", "tickformat": "~s"}
+_TOKENS_AXIS = {**LOG_AXIS, "title": {"text": "prompt tokens of the burst"}}
 _TIMELINES = 4
 
 
@@ -158,7 +159,7 @@ def _ttft(cells: Sequence[Cell]) -> Chart:
         }
         for index, (figure, name) in enumerate((("ttft_ms", "beside decode"), ("idle_ttft_ms", "idle server")))
     ]
-    axis = {"type": "log", "title": {"text": "TTFT, ms"}, "dtick": "D2", "tickformat": ",.4~g"}
+    axis = {**LOG_AXIS, "title": {"text": "TTFT, ms"}}
     layout = {"xaxis": _TOKENS_AXIS, "yaxis": axis, "hovermode": "closest"}
     return Chart("Median TTFT of the injected prompts", traces, layout, height=320, wide=True)
 

@@ -93,13 +93,17 @@ class Study:
         """
         self._say("latency of the idle server")
         self._idle_s = median([await self._probe() for _ in range(PROBES)])
-        for count, length in self._settings.grid():
+        grid = self._settings.grid()
+        began_s, measured, total = time.perf_counter(), 0, len(grid) * self._settings.repeats
+        for count, length in grid:
             cell = Cell(prefills=count, prefill_len=length)
             self.cells.append(cell)
             try:
                 for number in range(1, self._settings.repeats + 1):
-                    self._say(f"{cell.name} tokens, burst {number} of {self._settings.repeats}")
+                    left = _left(time.perf_counter() - began_s, measured, total)
+                    self._say(f"{cell.name} tokens, burst {number} of {self._settings.repeats}{left}")
                     cell.bursts.append(await self._burst(count, length))
+                    measured += 1
             except StudyError:
                 raise
             except BenchError as error:
@@ -232,6 +236,15 @@ class Study:
 
     def _prompt(self, length: int) -> str:
         return self._texts.text(self._rng, max(1, length - self._texts.overhead))
+
+
+def _left(elapsed_s: float, measured: int, total: int) -> str:
+    """How far the study is, and how long the rest will take if it goes on like this."""
+    if not measured:
+        return f" (1 of {total} in all)"
+    left_s = elapsed_s / measured * (total - measured)
+    about = f"{left_s / 60:.0f} min" if left_s >= 90 else f"{left_s:.0f} s"
+    return f" ({measured + 1} of {total} in all, about {about} left)"
 
 
 def _window(decodes: Decodes, start_s: float, end_s: float) -> Window:

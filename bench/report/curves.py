@@ -15,6 +15,15 @@ SCATTER_POINTS = 1500
 TIME_BINS = 120
 HISTOGRAM_BINS = 60
 LOG_SPREAD = 10.0  # an axis is logarithmic if the maximum is this many times the median
+_TICKS = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
+LOG_AXIS: dict[str, Any] = {
+    "type": "log",
+    "tickmode": "array",
+    "tickvals": _TICKS,
+    "ticktext": [f"{tick:g}" if tick < 1000 else f"{tick / 1000:g}k" for tick in _TICKS],
+}
+"""A logarithmic axis whose ticks all say what they are; plotly's own leave the powers of ten out."""
+
 LEAST_MS = 0.1  # start of a logarithmic latency axis: chunks read together have almost no gap
 
 
@@ -62,7 +71,7 @@ def spread_wide(groups: Sequence[Floats]) -> bool:
 
 def latency_axis(wide: bool) -> dict[str, Any]:
     """Scale of an axis; `wide` comes from `spread_wide`."""
-    return {"type": "log", "dtick": "D2"} if wide else {"rangemode": "tozero"}
+    return LOG_AXIS if wide else {"rangemode": "tozero"}
 
 
 def thin(requests: Sequence[Request], height: Callable[[Request], float | None]) -> list[Request]:

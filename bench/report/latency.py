@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report.curves import LEAST_MS, Series, cdf, histogram, latencies, latency_axis, spread_wide, tail
+from bench.report.curves import LEAST_MS, LOG_AXIS, Series, cdf, histogram, latencies, latency_axis, spread_wide, tail
 from bench.report.page import Chart
 
 _SHARES = np.array([0, 0.5, 0.9, 0.99, 0.999])
@@ -72,7 +72,7 @@ def itl_histogram(series: Sequence[Series]) -> Chart | None:
     ]
     visible = [float(np.log10(1.2 * floor)), 2.1]
     layout = {
-        "xaxis": {"type": "log", "dtick": "D2", "title": {"text": "gap, ms"}},
+        "xaxis": {**LOG_AXIS, "title": {"text": "gap, ms"}},
         "yaxis": {"type": "log", "dtick": 1, "range": visible, "title": {"text": "% of gaps"}},
         "hovermode": "closest",
         "showlegend": len(traces) > 1,

@@ -11,6 +11,7 @@ system's theme may change while the page is open: "$1" to "$6" for series, "$tex
 "$good", "$warn", "$bad", and "$heat" for a colour scale from low to high.
 """
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,9 @@ from numpy.typing import ArrayLike
 from bench.errors import BenchError
 
 Tone = Literal["", "good", "warn", "bad"]
+
+_PLOTLY = Path(__file__).with_name("plotly-cartesian.min.js.gz")
+"""plotly.js 3.7.0 (npm: plotly.js-cartesian-dist-min), packed, so that a page stays below 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +168,6 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        from plotly.offline import get_plotlyjs
-
         sections = [section for section in self._sections if section.blocks]
         charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
         environment = Environment(
@@ -177,7 +179,7 @@ class Page:
             subtitle=self._subtitle,
             sections=sections,
             figures=_script_json([{"data": chart.traces, "layout": chart.layout} for chart in charts]),
-            plotly=Markup(get_plotlyjs()) if charts else "",
+            plotly=base64.b64encode(_PLOTLY.read_bytes()).decode() if charts else "",
             kind=lambda block: type(block).__name__,
         )
 

@@ -21,13 +21,13 @@ def show(result: Result, console: Console) -> None:
         console.print(limited_panel(result.client.reasons, REMEDY))
         return
     summary = result.summary
-    parts: list[RenderableType] = [_outcome(result), _latencies(summary), _facts(result)]
+    doubts = [Text(f"Warning: {warning}.", style="yellow") for warning in result.client.warnings]
+    parts: list[RenderableType] = [_outcome(result), *doubts, _latencies(summary), _facts(result)]
     for name, groups in (("Turn", summary.by_turn), ("Route", summary.by_route)):
         if table := group_table(name, [("", group) for group in groups]):
             parts.append(terminal_table(table, notes=False))
     if errors := error_table([result]):
         parts.append(terminal_table(errors))
-    parts += [Text(f"Warning: {warning}.", style="yellow") for warning in result.client.warnings]
     for part in parts:
         console.print(part)
         console.print()

@@ -1,15 +1,17 @@
 """Shows a sweep in a terminal and as a page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from bench.report.curves import latency_axis, spread_wide
 from bench.report.page import Card, Cards, Cell, Chart, Facts, Notice, Page, Table, Tone, error_bars, series
 from bench.report.terminal import terminal_table
 from bench.report.text import interval, number, percent
-from bench.result import Stat
+from bench.result import Result, Stat, Summary
 from bench.sweep.result import Point, Sweep
 
 _COLUMNS = ("TTFT p50, ms", "TTFT p99", "ITL p50, ms", "ITL p99", "Tokens/s", "Requests/s", "Failed", "Good")
@@ -18,13 +20,11 @@ _COLUMNS = ("TTFT p50, ms", "TTFT p99", "ITL p50, ms", "ITL p99", "Tokens/s", "R
 def show(sweep: Sweep, console: Console) -> None:
     """Prints a row for each load, and the answer of a search."""
     console.print(terminal_table(_table(sweep)))
-    for point in sweep.points:
-        if reasons := point.result.client.reasons:
-            text = f"{_number(point.load)}: the client could not keep up: {'; '.join(reasons)}"
-            console.print(Text(text, style="red"))
     answer = _answer(sweep)
     if answer:
         console.print(Text(answer, style="bold"))
+    for doubt in _doubts(sweep):
+        console.print(Text(doubt, style="red"))
 
 
 def write_html(sweep: Sweep, path: Path) -> None:
@@ -34,8 +34,7 @@ def write_html(sweep: Sweep, path: Path) -> None:
         BenchError: The file cannot be written.
     """
     first = sweep.points[0].result if sweep.points else None
-    page = Page("Sweep", first.label.rsplit(" ", 2)[0] if first else "")
-    page.add(Facts("Command", [("command", " ".join(sweep.command))]))
+    page = Page("Sweep", _subtitle(first) if first else "")
     answer = _answer(sweep)
     if answer:
         tone: Tone = "good" if sweep.max_rate else "bad"
@@ -44,9 +43,11 @@ def write_html(sweep: Sweep, path: Path) -> None:
             page.add(Cards([Card("Highest rate", number(sweep.max_rate), "sessions/s", "good")]))
     sound = _sound(sweep)
     if len(sound) < len(sweep.points):
-        page.add(Notice("bad", "At some loads the client could not keep up; they are left out"))
+        page.add(Notice("bad", "At some loads the client could not keep up; they are left out", _doubts(sweep)))
+    page.add(Facts("Command", [("command", " ".join(sweep.command))]))
     page.add(
         _table(sweep),
+        _trade_chart(sound, sweep),
         _latency_chart("TTFT, ms", [(point.load, point.result.summary.ttft_ms) for point in sound], _load_name(sweep)),
         _latency_chart("ITL, ms", [(point.load, point.result.summary.itl_ms) for point in sound], _load_name(sweep)),
         _throughput_chart(sound, _load_name(sweep)),
@@ -61,18 +62,18 @@ def _sound(sweep: Sweep) -> list[Point]:
 
 def _table(sweep: Sweep) -> Table:
     rows: list[list[str | Cell]] = [
-        [_number(point.load), *(Cell(text, tone=_tone(point)) for text in _cells(point))] for point in _sound(sweep)
+        [
+            _number(point.load),
+            *(Cell(text, tone=_tone(point)) for text in _cells(point)),
+            Cell(*_good(point), tone=_tone(point)),
+        ]
+        for point in _sound(sweep)
     ]
     return Table([_load_name(sweep), *_COLUMNS], rows)
 
 
 def _cells(point: Point) -> list[str]:
     summary = point.result.summary
-    good = percent(point.share) if point.share is not None else "-"
-    if point.share_ci and point.share is not None:
-        good += f" ({interval((point.share_ci[0] * 100, point.share_ci[1] * 100))})"
-    if point.overloaded:
-        good = "queue grows"
     return [
         number(summary.ttft_ms.p50),
         number(summary.ttft_ms.p99),
@@ -81,8 +82,17 @@ def _cells(point: Point) -> list[str]:
         number(summary.output_tokens_per_s),
         number(summary.requests_per_s),
         str(summary.failed),
-        good,
     ]
+
+
+def _good(point: Point) -> tuple[str, str]:
+    """The share of good requests, and its confidence interval in %."""
+    if point.overloaded:
+        return "queue grows", ""
+    if point.share is None:
+        return "-", ""
+    ci = point.share_ci
+    return percent(point.share), interval((ci[0] * 100, ci[1] * 100)) if ci else ""
 
 
 def _latency_chart(title: str, stats: Sequence[tuple[float, Stat]], load_name: str) -> Chart:
@@ -103,7 +113,39 @@ def _latency_chart(title: str, stats: Sequence[tuple[float, Stat]], load_name: s
                 "error_y": error_bars([ci[0] for *_, ci in points], values, [ci[1] for *_, ci in points]),
             }
         )
-    return Chart(title, traces, {"xaxis": {"title": {"text": load_name}}, "yaxis": {"type": "log"}})
+    wide = spread_wide([np.array(trace["y"]) for trace in traces])
+    axes = {"xaxis": {"title": {"text": load_name}, "rangemode": "tozero"}, "yaxis": latency_axis(wide)}
+    return Chart(title, traces, axes)
+
+
+def _trade_chart(points: Sequence[Point], sweep: Sweep) -> Chart:
+    """Latency over throughput: how much more waiting a higher load costs."""
+    found = [(point, point.result.summary) for point in points]
+    figures: list[tuple[str, Callable[[Summary], float | None]]] = [
+        ("TTFT p50", lambda summary: summary.ttft_ms.p50),
+        ("TTFT p99", lambda summary: summary.ttft_ms.p99),
+        ("ITL p99", lambda summary: summary.itl_ms.p99),
+    ]
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [summary.output_tokens_per_s for _, summary in found],
+            "y": [figure(summary) for _, summary in found],
+            "text": [f"{_load_name(sweep)}: {_number(point.load)}" for point, _ in found],
+            "hovertemplate": "%{y:,.4~g} ms at %{x:,.4~g} tokens/s<br>%{text}<extra>%{fullData.name}</extra>",
+            "line": {"color": series(index)},
+        }
+        for index, (name, figure) in enumerate(figures)
+    ]
+    values = [np.array([y for y in trace["y"] if y is not None], dtype=float) for trace in traces]
+    axes = {
+        "xaxis": {"title": {"text": "output tokens/s"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "ms"}, **latency_axis(spread_wide(values))},
+        "hovermode": "closest",
+    }
+    return Chart("Latency against throughput", traces, axes, note="One point for each load.", wide=True)
 
 
 def _throughput_chart(points: Sequence[Point], load_name: str) -> Chart:
@@ -114,7 +156,24 @@ def _throughput_chart(points: Sequence[Point], load_name: str) -> Chart:
         "y": [point.result.summary.output_tokens_per_s for point in points],
         "line": {"color": series(0)},
     }
-    return Chart("Output tokens/s", [trace], {"xaxis": {"title": {"text": load_name}}})
+    axes = {"xaxis": {"title": {"text": load_name}, "rangemode": "tozero"}, "yaxis": {"rangemode": "tozero"}}
+    return Chart("Output tokens/s", [trace], axes)
+
+
+def _subtitle(first: Result) -> str:
+    """Model, workload, URL and date, as on the page of a run."""
+    settings = first.settings
+    parts = [first.label.rsplit(" ", 2)[0], f"{settings.get('workload', '')} workload", str(settings.get("url", ""))]
+    return " · ".join(part for part in [*parts, first.started_at] if part)
+
+
+def _doubts(sweep: Sweep) -> list[str]:
+    """The loads at which the client could not keep up, and why."""
+    return [
+        f"{_number(point.load)}: the client could not keep up: {'; '.join(point.result.client.reasons)}"
+        for point in sweep.points
+        if point.result.client.reasons
+    ]
 
 
 def _answer(sweep: Sweep) -> str:

@@ -17,6 +17,7 @@ def begin_call(trace: "TracedSpan", request: GenerateRequest, model: str) -> Non
     operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
     about: dict[str, Value] = {
         "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "cpd",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.request.choice.count": request.n,

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table as TerminalTable
 
 from bench.metrics import summarise
+from bench.report.curves import LOG_AXIS
 from bench.report.page import Cell, Chart, Facts, Notice, Page, Table, series
 from bench.report.text import number, percent
 from bench.result import write_json
@@ -246,7 +247,7 @@ def _write_html(found: Comparison, path: Path) -> None:
                 }
                 for index, (name, error) in enumerate(lines)
             ],
-            {"xaxis": {"title": {"text": "Long prompts, % of the requests"}}, "yaxis": {"type": "log"}},
+            {"xaxis": {"title": {"text": "Long prompts, % of the requests"}}, "yaxis": LOG_AXIS},
             wide=True,
         )
     )
