@@ -294,7 +294,12 @@ def test_a_step_in_which_reasoning_must_end_is_not_launched_ahead(model: Model, 
 
 
 def test_reasoning_ends_after_its_budget_in_every_choice_and_after_a_replay(model: Model) -> None:
-    params: dict[str, Any] = {"max_tokens": 40, "thinking_budget": ThinkingBudget(12, end_token=7), "seed": 4}
+    params: dict[str, Any] = {
+        "max_tokens": 40,
+        "thinking_budget": ThinkingBudget(12, end_token=7),
+        "seed": 4,
+        "logit_bias": {7: -50.0},
+    }
     for grammar in (None, grammars.ebnf("start: /[a-z ]*/ <[7]> /[a-z]{3,9}/")):
         request = model.request("r", grammar, n=3, length=20, **params)
         served = serve(model.engine(), request)
