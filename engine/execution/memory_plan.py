@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from cpd.common.blocks import BLOCK_SIZE
-from cpd.common.errors import CheckpointError, ConfigError
+from cpd.common.errors import ConfigError
 from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig
 from engine.model.parameters import expected_tensors
 from engine.model.weights import Checkpoint
@@ -21,7 +21,8 @@ class MemoryPlan:
     """How a checkpoint will be served.
 
     Attributes:
-        config: Configuration with the `max_model_len` that a large enough pool allows.
+        config: Configuration with the `max_model_len` that a large enough pool allows, and only the sliding windows that
+            are shorter.
         tensors: Shape of every tensor that is read.
         dtype: Type of the weights.
         kv_dtype: Type of the KV pool.
@@ -66,9 +67,10 @@ def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_
     tensors = expected_tensors(config)
     checkpoint.check(tensors)
     weights = _resolve_dtype(dtype, config, checkpoint)
+    length = _resolve_length(max_model_len, config)
     kv_dtype = weights  # attention kernels take queries and pages of one type
     return MemoryPlan(
-        config=replace(config, max_model_len=_resolve_length(max_model_len, config)),
+        config=replace(config, max_model_len=length, windows=_effective_windows(config, length)),
         tensors=tensors,
         dtype=weights,
         kv_dtype=kv_dtype,
@@ -101,13 +103,11 @@ def _resolve_length(wanted: int, config: ModelConfig) -> int:
     limit = config.max_model_len
     if wanted > limit:
         raise ConfigError(f"--max-model-len {wanted} is over the checkpoint's limit of {limit} tokens")
-    length = wanted or limit
-    if config.sliding_window is not None and config.sliding_window < length:
-        raise CheckpointError(
-            f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
-            f"it can only be served with --max-model-len {config.sliding_window} or less"
-        )
-    return length
+    return wanted or limit
+
+
+def _effective_windows(config: ModelConfig, length: int) -> tuple[int | None, ...]:
+    return tuple(None if window is None or window >= length else window for window in config.windows)
 
 
 def _count_pages(kv_bytes: int, page_bytes: int) -> int:

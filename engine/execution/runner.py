@@ -87,7 +87,7 @@ class TorchRunner:
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
             self.fingerprint = model_fingerprint(model_dir, config, plan.dtype, plan.kv_dtype)
             progress = on_progress or (lambda _what, _fraction: None)
-            heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+            heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.has_windows)
             with torch.inference_mode():
                 progress("preparing kernels", 0.0)  # takes minutes the first time on a GPU
                 ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
@@ -108,6 +108,8 @@ class TorchRunner:
         if self._device.type == "cuda":
             from engine.execution.cuda.setup import make_lanes
 
+            if graphs and config.experts is not None:
+                log.warning("models with experts run without CUDA graphs: which experts are used is decided in the step")
             pool = _zeros((self.num_pages + 1, *config.page_shape), kv_dtype, self._device)
             self._cuda = make_lanes(
                 model,
@@ -115,7 +117,7 @@ class TorchRunner:
                 sampler,
                 pool,
                 max_model_len=config.max_model_len,
-                max_decodes=max_num_seqs if graphs else 0,
+                max_decodes=max_num_seqs if graphs and config.experts is None else 0,
                 split=lanes,
                 on_progress=progress,
             )
@@ -128,6 +130,11 @@ class TorchRunner:
             self.full = CallerLane(step, cores)
             prefill_step = ModelStep(model.with_own_workspaces(), kv, sampler, self._device)
             self.splits = make_splits(step, prefill_step, cores) if lanes else []
+
+    @property
+    def vocab_size(self) -> int:
+        """See `engine.execution.executor.Executor`."""
+        return self.config.vocab_size
 
     def warm_up(self, max_tokens: int) -> None:
         """Runs the largest possible steps on a GPU, so that it runs out of memory now or never.

@@ -1,9 +1,9 @@
-"""The decoder of the Llama family (Llama 2 and 3, Mistral, Qwen2, Qwen3) over a paged KV pool.
+"""The decoder of the Llama family (Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3) over a paged KV pool.
 
 The order of operations and of roundings is transformers', so that in float32 both choose the same tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.parameters import Parameter, parameters
 from engine.model.rope import rope_table
 from engine.model.weights import Checkpoint
-from engine.ops.base import DeviceBatch, Layer, Ops, Stack
+from engine.ops.base import DeviceBatch, Experts, Layer, Ops, Routing, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class LayerByLayer:
 
     def attention(self, index: int, q: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """The attention of a layer: [T, Hq, D] -> [T, Hq · D]"""
-        return self.ops.attention(q, kv[index], batch, self.stack.scale)
+        return self.ops.attention(q, kv[index], batch, self.stack.scale, self.stack.layers[index].window)
 
     def next_queries(
         self, index: int, x: torch.Tensor, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]
@@ -81,7 +81,11 @@ class LayerByLayer:
     def _after_attention(self, index: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         ops, stack, layer = self.ops, self.stack, self.stack.layers[index]
         x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, stack.eps)
-        x = layer.down(ops.silu_mul(layer.gate_up(x)))
+        if layer.experts is not None and layer.router is not None:
+            x = layer.experts(x, layer.router(x))
+        else:
+            assert layer.gate_up is not None and layer.down is not None, "a layer has an MLP or experts"
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
         norm = stack.norm if index + 1 == len(stack.layers) else stack.layers[index + 1].input_norm
         stack.progress[0] += 1
         return ops.add_rms_norm(x, residual, norm, stack.eps)
@@ -99,7 +103,7 @@ class Decoder:
         device: torch.device,
         on_progress: Callable[[float], None],
     ) -> None:
-        """Reads the weights. Peak memory is the final size plus about one fused tensor.
+        """Reads the weights. Peak memory is the final size plus about one fused tensor, or one expert's.
 
         Args:
             config: Its `max_model_len` bounds the positions.
@@ -119,11 +123,31 @@ class Decoder:
             bias = checkpoint.read(parameter.tensors("bias", layer), dtype, device) if parameter.bias else None
             return ops.pack(weight, bias)
 
+        def load_experts(layer: int) -> Experts | None:
+            experts = config.experts
+            if experts is None or layer not in experts.layers:
+                return None
+
+            def weights() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+                rows = table["expert_gate_up"], table["expert_down"]
+                for expert in range(experts.count):
+                    gate_up, down = (
+                        checkpoint.read(row.tensors("weight", layer, expert), dtype, device) for row in rows
+                    )
+                    yield gate_up, down
+
+            return ops.pack_experts(weights(), experts.count, Routing(experts.per_token, experts.normalize))
+
         self._embedding = read("embedding")  # [V, H]
         layers: list[Layer] = []
         for index in range(config.num_layers):
             on_progress(index / config.num_layers)
-            layers.append(Layer(**{name: load(row, index) for name, row in table.items() if row.per_layer}))
+            fields = {
+                name: load(row, index)
+                for name, row in table.items()
+                if row.layers is not None and index in row.layers and not row.experts
+            }
+            layers.append(Layer(**fields, experts=load_experts(index), window=config.windows[index]))
         norm = read("norm")
         head = read("head") if "head" in table else self._embedding
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
@@ -136,6 +160,11 @@ class Decoder:
     def progress(self) -> int:
         """Number that grows while steps are computed, on a CPU with each layer. Thread-safe."""
         return int(self._stack.progress[0])
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of experts' weights read so far, on a CPU. Thread-safe."""
+        return int(self._stack.expert_bytes[0])
 
     def with_ops(self, ops: Ops) -> Self:
         """Returns a decoder with the same weights and other ops of the same back end; both can run concurrently."""

@@ -129,10 +129,17 @@ def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dty
     The digest (16 bytes) covers the model's shape, the types of weights and pages, the block size, and each tensor's
     name, type, shape and samples of its bytes, so that two fine-tunes of one model differ. Sharding makes no
     difference.
+
+    Args:
+        config: With only those sliding windows that are in effect.
     """
     essentials = asdict(config)
-    for without_effect in ("max_model_len", "dtype", "sliding_window"):
-        del essentials[without_effect]
+    del essentials["max_model_len"], essentials["dtype"]
+    # Models without experts or windows keep the digest that releases before these fields gave them.
+    if config.experts is None:
+        del essentials["experts"]
+    if not config.has_windows:
+        del essentials["windows"]
     digest = blake2b(json.dumps([essentials, dtype, kv_dtype, BLOCK_SIZE], sort_keys=True).encode(), digest_size=16)
     with Checkpoint(model_dir) as checkpoint, contextlib.ExitStack() as stack:
         files = {}

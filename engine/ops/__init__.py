@@ -96,4 +96,6 @@ def _without_flashinfer(device: torch.device, dtype: torch.dtype, heads: Heads) 
         return f"FlashInfer has no kernels for {dtype}; use --dtype bfloat16"
     if heads.dim not in HEAD_DIMS:
         return f"FlashInfer has no kernels for a head size of {heads.dim}"
+    if heads.windows:
+        return "of FlashInfer's kernels those for sliding windows are not used"
     return None

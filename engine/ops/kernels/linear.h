@@ -94,6 +94,29 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   });
 }
 
+// Computes rows [begin, end) of y and the columns of one strip: a piece of work of `linear`.
+template <typename T>
+CPD_INLINE void linear_strip(const T* x, int64_t begin, int64_t end, int64_t k, const uint32_t* weight, int64_t n,
+                             const T* bias, int64_t strip, T* y) {
+  const int64_t words = k / kPerWord<T>, tiles = divide_up(end - begin, kKernelRows);
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
+    const uint32_t* left = as_factors(x + row * k, rows * k);
+    for (int64_t first = strip * kColumns; first < std::min(n, (strip + 1) * kColumns); first += kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, n - first);
+      alignas(64) float sums[kKernelRows * kPanel];
+      microkernel_for<T>(rows, divide_up(columns, kLanes))(left, words * kFactorsPerWord<T>, weight + first * words, words,
+                                                           sums);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < columns; i += kLanes) {
+          Floats value = load(sums + r * kPanel + i);
+          if (bias) value += load(bias + first + i, columns - i);
+          store(y + (row + r) * n + first + i, value, columns - i);
+        }
+    }
+  }
+}
+
 // y [m, n] = x [m, k] · weight^T + bias; weight is packed, bias may be null.
 //
 // A piece's panels stay in the second-level cache while all its rows use them. Each block of rows reads the weights
@@ -101,28 +124,12 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
 // which are reused soon. So blocks should have many rows.
 template <typename T>
 void linear(Team& team, const T* x, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const T* bias, T* y) {
-  const int64_t words = k / kPerWord<T>, strips = divide_up(n, kColumns);
+  const int64_t strips = divide_up(n, kColumns);
   const int64_t wanted = divide_up(kPiecesPerThread * team.size(), strips);
   const int64_t blocks = std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), wanted));
   team.each(blocks * strips, [&](int64_t item) {
     const int64_t block = item / strips, strip = item % strips;
-    const int64_t begin = m * block / blocks, end = m * (block + 1) / blocks, tiles = divide_up(end - begin, kKernelRows);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
-      const uint32_t* left = as_factors(x + row * k, rows * k);
-      for (int64_t first = strip * kColumns; first < std::min(n, (strip + 1) * kColumns); first += kPanel) {
-        const int64_t columns = std::min<int64_t>(kPanel, n - first);
-        alignas(64) float sums[kKernelRows * kPanel];
-        microkernel_for<T>(rows, divide_up(columns, kLanes))(left, words * kFactorsPerWord<T>, weight + first * words, words,
-                                                             sums);
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t i = 0; i < columns; i += kLanes) {
-            Floats value = load(sums + r * kPanel + i);
-            if (bias) value += load(bias + first + i, columns - i);
-            store(y + (row + r) * n + first + i, value, columns - i);
-          }
-      }
-    }
+    linear_strip(x, m * block / blocks, m * (block + 1) / blocks, k, weight, n, bias, strip, y);
   });
 }
 

@@ -9,6 +9,7 @@
 #endif
 
 #include "attention.h"
+#include "experts.h"
 #include "layers.h"
 #include "linear.h"
 #include "rows.h"
@@ -54,6 +55,17 @@ const int32_t* ints(const Tensor& x) {
   return x.data_ptr<int32_t>();
 }
 
+// Experts' weights are packed one after the other.
+void check_experts(const ExpertsShape& shape, int64_t hidden, const Tensor& gate_up, const Tensor& down) {
+  auto fits = [&](const Tensor& packed, int64_t n, int64_t k) {
+    return packed.size(0) == shape.count && packed.size(1) == divide_up(n, kPanel) &&
+           packed.size(2) * packed.size(3) == k * kPanel;
+  };
+  TORCH_CHECK(0 < shape.per_token && shape.per_token <= shape.count && fits(gate_up, 2 * shape.width, hidden) &&
+                  fits(down, hidden, shape.width),
+              "cpd kernels: the experts have the wrong shape");
+}
+
 template <typename T>
 Pages<T> pages_of(const Tensor& kv) {
   const int64_t head = kPageTokens * kv.size(4);
@@ -73,15 +85,29 @@ void in_huge_pages([[maybe_unused]] const Tensor& memory) {
 #endif
 }
 
-Tensor pack_weight(const Tensor& weight) {
+// Memory for `count` packed weights of the shape [out, in] of `weight`.
+Tensor empty_packed(const Tensor& weight, int64_t count) {
   Tensor packed;
   with_type(weight, [&]<typename T>(T) {
     const int64_t n = weight.size(0), k = weight.size(1);
     TORCH_CHECK(k % kPerWord<T> == 0, "cpd kernels: a row must be whole 32-bit words");
-    packed = at::empty({divide_up(n, kPanel), k / kPerWord<T>, kPanel * kPerWord<T>}, weight.options());
+    packed = at::empty({count, divide_up(n, kPanel), k / kPerWord<T>, kPanel * kPerWord<T>}, weight.options());
     in_huge_pages(packed);
+  });
+  return packed;
+}
+
+void pack_into(const Tensor& weight, const Tensor& packed) {
+  with_type(weight, [&]<typename T>(T) {
+    const int64_t n = weight.size(0), k = weight.size(1);
+    TORCH_CHECK(packed.size(0) == divide_up(n, kPanel) && packed.size(1) * kPerWord<T> == k, "cpd::pack_into: wrong shape");
     pack(data<T>(weight), n, k, words<T>(packed));
   });
+}
+
+Tensor pack_weight(const Tensor& weight) {
+  const Tensor packed = empty_packed(weight, 1).squeeze(0);
+  pack_into(weight, packed);
   return packed;
 }
 
@@ -172,19 +198,42 @@ void rope_store_op(const Tensor& qkv, const Tensor& positions, const Tensor& slo
   });
 }
 
+Tensor experts_op(const Tensor& x, const Tensor& logits, const Tensor& gate_up, const Tensor& down, int64_t width,
+                  int64_t per_token, bool normalize) {
+  const int64_t m = x.size(0), hidden = x.size(1);
+  const ExpertsShape shape{gate_up.size(0), per_token, width, normalize};
+  check_experts(shape, hidden, gate_up, down);
+  TORCH_CHECK(logits.size(0) == m && logits.size(1) == shape.count, "cpd::experts: the router's output has the wrong shape");
+  Tensor y = at::empty({m, hidden}, x.options());
+  auto buffer = [&](int64_t columns) { return at::empty({m * per_token, columns}, x.options()); };
+  const Tensor rows = buffer(hidden), both = buffer(2 * width), product = buffer(width);
+  with_type(x, [&]<typename T>(T) {
+    const T *from = data<T>(x), *router = data<T>(logits);
+    const uint32_t *gate_up_words = words<T>(gate_up), *down_words = words<T>(down);
+    T* to = data<T>(y);
+    T *row_data = data<T>(rows), *both_data = data<T>(both), *product_data = data<T>(product);
+    const auto routed = std::make_shared<Routed>(m, shape);
+    run_team(3 * m * per_token * width * hidden * 9 > kParallelWork, [=](Team& team) {
+      const ExpertMemory<T> memory{row_data, both_data, product_data, routed.get(), nullptr};
+      run_experts(team, from, m, hidden, router, shape, gate_up_words, down_words, memory, to);
+    });
+  });
+  return y;
+}
+
 Sequences sequences_of(const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables) {
   return {ints(query_start), ints(context_lens), ints(block_tables), context_lens.size(0), block_tables.size(1)};
 }
 
 Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start, const Tensor& context_lens,
-                    const Tensor& block_tables, double scale) {
+                    const Tensor& block_tables, double scale, int64_t window) {
   const int64_t m = q.size(0), heads = q.size(1), dim = q.size(2);
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim, "cpd::attention: a token's heads must be contiguous");
   Tensor out = at::empty({m, heads * dim}, q.options());
   with_type(q, [&]<typename T>(T) {
     const auto pages = pages_of<T>(kv);
     const auto plan = std::make_shared<AttentionPlan>(sequences_of(query_start, context_lens, block_tables), heads,
-                                                      pages.heads, dim, at::get_num_threads());
+                                                      pages.heads, dim, window ? window : kNoWindow, at::get_num_threads());
     const bool parallel = plan->work * dim * 4 > kParallelWork;
     const auto memory = std::make_shared<AttentionMemory<T>>(*plan, team_size(parallel));
     const auto* from = static_cast<const T*>(q.data_ptr());
@@ -197,11 +246,14 @@ Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start
   return out;
 }
 
-// weights: twelve for each layer in the order of Layer's fields, then the final norm and the packed head.
+// weights: twelve for each layer in the order of Layer's fields, then the final norm and the packed head. windows: 0 for
+// none; routers: null in layers without experts; both are empty if all layers are so.
 Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weights, const c10::List<Tensor>& kv,
                  const Tensor& cos_sin, const Tensor& positions, const Tensor& slots, const Tensor& query_start,
                  const Tensor& context_lens, const Tensor& block_tables, const OptionalTensor& rows, int64_t num_rows,
-                 int64_t intermediate, int64_t vocab, double eps, double scale, const Tensor& progress) {
+                 int64_t intermediate, int64_t vocab, double eps, double scale, const Tensor& progress,
+                 at::IntArrayRef windows, const c10::List<OptionalTensor>& routers, int64_t expert_width,
+                 int64_t experts_per_token, bool normalize, const Tensor& expert_bytes) {
   const int64_t tokens = residual.size(0), hidden = residual.size(1);
   Tensor logits = at::empty({num_rows, vocab}, residual.options());
   with_type(residual, [&]<typename T>(T) {
@@ -209,9 +261,20 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
     int64_t next = 0;
     auto plain = [&] { return data<T>(weights.get(next++)); };
     auto packed = [&] { return reinterpret_cast<const uint32_t*>(plain()); };
-    for (size_t i = 0; i < kv.size(); ++i)
+    std::vector<int64_t> distinct;  // windows
+    for (size_t i = 0; i < kv.size(); ++i) {
+      const int64_t window = windows.empty() || windows[i] == 0 ? kNoWindow : windows[i];
+      const size_t planned = std::find(distinct.begin(), distinct.end(), window) - distinct.begin();
+      if (planned == distinct.size()) distinct.push_back(window);
+      const OptionalTensor router = routers.empty() ? OptionalTensor() : routers.get(i);
+      if (router) {
+        const Tensor gate_up = *weights.get(next + 8), down = *weights.get(next + 10);
+        model.experts = {gate_up.size(0), experts_per_token, expert_width, normalize};
+        check_experts(model.experts, hidden, gate_up, down);
+      }
       model.layers.push_back({plain(), packed(), plain(), plain(), plain(), packed(), plain(), plain(), packed(), plain(),
-                              packed(), plain(), pages_of<T>(kv.get(i))});
+                              packed(), plain(), pages_of<T>(kv.get(i)), router ? words<T>(*router) : nullptr, planned});
+    }
     const Pages<T>& pages = model.layers.at(0).pages;
     model.norm = plain();
     model.head = packed();
@@ -224,22 +287,40 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
     model.scale = scale;
     model.progress = progress.data_ptr<int64_t>();
 
+    const ExpertsShape& experts = model.experts;
+    const int64_t pairs = tokens * experts.per_token;
     auto buffer = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, residual.options()); };
     const Tensor normed = buffer(tokens, hidden), residual_rows = buffer(num_rows, hidden);
     const Tensor qkv = buffer(tokens, (model.heads + 2 * pages.heads) * pages.dim);
     const Tensor attention = buffer(tokens, model.heads * pages.dim);
-    const Tensor gate_up = buffer(tokens, 2 * intermediate), product = buffer(tokens, intermediate);
-    const Activations<T> activations{data<T>(normed),        data<T>(qkv),     data<T>(attention),
-                                     data<T>(residual_rows), data<T>(gate_up), data<T>(product)};
+    const int64_t width = std::max(tokens * intermediate, pairs * experts.width);
+    const Tensor gate_up = buffer(2, width), product = buffer(1, width);
+    Activations<T> activations{data<T>(normed),        data<T>(qkv),     data<T>(attention),
+                               data<T>(residual_rows), data<T>(gate_up), data<T>(product), nullptr};
+    Tensor router, expert_rows;
+    std::unique_ptr<Routed> routed;
+    ExpertMemory<T> expert_memory{};
+    if (experts.count) {
+      router = buffer(tokens, experts.count);
+      expert_rows = buffer(pairs, hidden);
+      activations.router = data<T>(router);
+      routed = std::make_unique<Routed>(tokens, experts);
+      expert_memory = {data<T>(expert_rows), activations.gate_up, activations.product, routed.get(),
+                       expert_bytes.data_ptr<int64_t>()};
+    }
 
-    AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), model.heads, pages.heads, pages.dim,
-                       at::get_num_threads());
     const int32_t* row_data = rows ? ints(*rows) : nullptr;
-    auto wanted = rows ? plan.tiles_of(row_data, num_rows) : plan.tiles;
-    AttentionMemory<T> memory(plan, team_size(true));
+    std::vector<PlannedAttention<T>> planned;
+    for (const int64_t window : distinct) {
+      AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), model.heads, pages.heads, pages.dim, window,
+                         at::get_num_threads());
+      auto wanted = rows ? plan.tiles_of(row_data, num_rows) : plan.tiles;
+      AttentionMemory<T> memory(plan, team_size(true));
+      planned.push_back({std::move(plan), std::move(wanted), std::move(memory)});
+    }
     const Step<T> step{tokens, ints(positions), ints(slots), row_data, num_rows, data<T>(residual), data<T>(logits)};
     const auto run = std::make_shared<const Run<T>>(
-        Run<T>{std::move(model), step, activations, std::move(plan), std::move(wanted), std::move(memory)});
+        Run<T>{std::move(model), step, activations, std::move(planned), expert_memory, std::move(routed)});
     run_team(true, [run](Team& team) { run_layers(team, *run); });
   });
   return logits;
@@ -249,23 +330,30 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
 
 TORCH_LIBRARY(cpd, m) {
   m.def("pack_weight(Tensor weight) -> Tensor", pack_weight);
+  m.def("empty_packed(Tensor weight, int count) -> Tensor", empty_packed);
+  m.def("pack_into(Tensor weight, Tensor(a!) packed) -> ()", pack_into);
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor", linear_op);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_op);
   m.def("add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()", add_rms_norm_op);
   m.def("top_k(Tensor x, int count) -> (Tensor, Tensor)", top_k_op);
+  m.def(
+      "experts(Tensor x, Tensor router_output, Tensor gate_up, Tensor down, int width, int per_token, bool normalize) -> "
+      "Tensor",
+      experts_op);
   m.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul_op);
   m.def(
       "rope_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor(b!) kv) -> ()",
       rope_store_op);
   m.def(
-      "attention(Tensor q, Tensor kv, Tensor query_start, Tensor context_lens, Tensor block_tables, float scale) -> "
-      "Tensor",
+      "attention(Tensor q, Tensor kv, Tensor query_start, Tensor context_lens, Tensor block_tables, float scale, "
+      "int window) -> Tensor",
       attention_op);
   m.def(
       "layers(Tensor(a!) residual, Tensor?[] weights, Tensor(b!)[] kv, Tensor cos_sin, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_lens, Tensor block_tables, Tensor? rows, int num_rows, int intermediate, int vocab, "
-      "float eps, float scale, Tensor(c!) progress) -> Tensor",
+      "float eps, float scale, Tensor(c!) progress, int[] windows, Tensor?[] routers, int expert_width, int experts_per_token, "
+      "bool normalize, Tensor(d!) expert_bytes) -> Tensor",
       layers_op);
 }
 

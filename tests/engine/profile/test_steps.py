@@ -17,6 +17,7 @@ class Pool:
     """A runner that only counts copies."""
 
     num_pages = 40
+    vocab_size = 500
     splits: Sequence[Split] = ()
 
     def __init__(self) -> None:
