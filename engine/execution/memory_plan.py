@@ -21,8 +21,8 @@ class MemoryPlan:
     """How a checkpoint will be served.
 
     Attributes:
-        config: Configuration with the `max_model_len` that a large enough pool allows, and only the sliding windows that
-            are shorter.
+        config: Configuration with the `max_model_len` that a large enough pool allows, and only those sliding windows
+            that are shorter.
         tensors: Shape of every tensor that is read.
         dtype: Type of the weights.
         kv_dtype: Type of the KV pool.

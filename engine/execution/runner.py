@@ -109,7 +109,9 @@ class TorchRunner:
             from engine.execution.cuda.setup import make_lanes
 
             if graphs and config.experts is not None:
-                log.warning("models with experts run without CUDA graphs: which experts are used is decided in the step")
+                log.warning(
+                    "models with experts run without CUDA graphs: which experts are used is decided in the step"
+                )
             pool = _zeros((self.num_pages + 1, *config.page_shape), kv_dtype, self._device)
             self._cuda = make_lanes(
                 model,

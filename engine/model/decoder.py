@@ -84,7 +84,8 @@ class LayerByLayer:
         if layer.experts is not None and layer.router is not None:
             x = layer.experts(x, layer.router(x))
         else:
-            assert layer.gate_up is not None and layer.down is not None, "a layer has an MLP or experts"
+            assert layer.gate_up is not None, "a layer has an MLP or experts"
+            assert layer.down is not None
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
         norm = stack.norm if index + 1 == len(stack.layers) else stack.layers[index + 1].input_norm
         stack.progress[0] += 1

@@ -14,8 +14,8 @@ class Parameter:
     """A parameter of the decoder, joined from one or more tensors of the checkpoint.
 
     Attributes:
-        name: Field of `engine.ops.base.Layer` or `Stack`; or `embedding`, `expert_gate_up` and `expert_down`, which make up
-            a layer's `experts`.
+        name: Field of `engine.ops.base.Layer` or `Stack`; `embedding`; or `expert_gate_up` or `expert_down`, of which
+            a layer's `experts` are made.
         parts: Rows of each tensor, by its name in the checkpoint without `.weight`; in layers, without the layer's
             prefix too. Order of joining.
         columns: Columns of the weight; None for a vector.

@@ -24,8 +24,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 """A packed linear layer: x [T, in] -> x @ weight.T + bias, [T, out]."""
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A layer's packed experts: inputs [T, H] and the router's output [T, E] -> the weighted sum of what each token's experts
-compute, [T, H]."""
+"""A layer's packed experts: x [T, H], router's output [T, E] -> the weighted sum of what a token's experts make of it,
+[T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Heads:
     windows: bool = False
 
 
-(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Routing:
     """How a router's output becomes weights of experts.
 
@@ -131,8 +131,6 @@ class Layer:
     q_norm: torch.Tensor | None = None  # [D]
     k_norm: torch.Tensor | None = None  # [D]
     window: int | None = None
-| None = None  # [D]
-    k_norm: torch.Tensor | None = None  # [D]
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,15 @@ class CpuOps:
 
     def fuse(self, stack: Stack) -> FusedStack | None:
         """Returns one call of the kernels for all layers, without Python or starting threads in between."""
-        head, layers = stack.head, [_packed_layer(layer) for layer in stack.layers]
-        if not isinstance(head, PackedLinear) or None in layers:
+        head = stack.head
+        weights: list[torch.Tensor | None] = []
+        if not isinstance(head, PackedLinear):
             return None
-        weights = [weight for layer in layers if layer is not None for weight in layer]
+        for layer in stack.layers:
+            packed = _packed_layer(layer)
+            if packed is None:
+                return None
+            weights += packed
         weights += [stack.norm, head.weight]
         mlps = [layer.gate_up for layer in stack.layers if isinstance(layer.gate_up, PackedLinear)]
         intermediate = mlps[0].out_features // 2 if mlps else 0

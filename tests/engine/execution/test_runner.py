@@ -38,7 +38,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"hidden_size": 72, "num_attention_heads": 4, "head_dim": 22, "vocab_size": 1001}),
     ("mistral_window", {"sliding_window": 1, "num_hidden_layers": 1}),
     ("qwen2_window", {"sliding_window": 33, "layer_types": [*SLIDING, "full_attention", *SLIDING]}),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 20, "layer_types": [*SLIDING, *SLIDING, "full_attention"]}),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 20, "layer_types": [*SLIDING, *SLIDING, "full_attention"]},
+    ),
     ("mixtral", {"sliding_window": 50, "num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 50}),
     ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "rope_parameters": YARN}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}),

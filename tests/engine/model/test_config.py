@@ -132,8 +132,11 @@ def test_the_layers_that_transformers_gives_a_sliding_window_have_one(
         (
             {
                 **QWEN3_MOE,
-                **{"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 32},
-                **{"norm_topk_prob": True, "decoder_sparse_step": 2},
+                "num_experts": 6,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 32,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 2,
             },
             ExpertsConfig(6, 6, 32, normalize=True, layers=(1,)),
         ),
@@ -155,9 +158,6 @@ def test_mixtral_has_its_own_defaults(tmp_path: Path) -> None:
 def test_dynamic_scaling_has_no_effect_up_to_the_longest_context_that_is_served(tmp_path: Path) -> None:
     config = load(tmp_path, {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
     assert (config.rope, config.max_model_len) == (RopeConfig(), 512)
-| None
-) -> None:
-    assert load(tmp_path, fields).sliding_window == window
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_dynamic_scaling_has_no_effect_up_to_the_longest_context_that_is_served(
         ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps"),
         ({**LLAMA, "dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({**LLAMA, "rope_scaling": {"rope_type": "dynamic"}}, "factor"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor of RoPE scaling must be at least 1"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor of RoPE scaling"),
         ({**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
         ({**LLAMA, "rope_scaling": {**LLAMA3, "factor": "8"}}, "factor must be a positive number"),
         ({**LLAMA, "rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}}, "beta_fast 1.0 must not be below"),

@@ -32,7 +32,10 @@ def attend(q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, window: int | 
         start, stop = batch.query_start[s : s + 2].tolist()
         for i in range(start, stop):
             context = int(batch.context_lens[s]) - (stop - 1 - i)
-            places = [(int(batch.block_tables[s, p // BLOCK_SIZE]), p % BLOCK_SIZE) for p in range(max(0, context - (window or context)), context)]
+            places = [
+                (int(batch.block_tables[s, p // BLOCK_SIZE]), p % BLOCK_SIZE)
+                for p in range(max(0, context - (window or context)), context)
+            ]
             for head in range(q.shape[1]):
                 keys, values = (
                     torch.stack([kv[page, which, head // GROUP, offset] for page, offset in places]).double()
