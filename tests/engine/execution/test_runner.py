@@ -36,7 +36,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": False}),
     ("qwen3", {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 1, "num_hidden_layers": 1}),
     ("qwen3", {"hidden_size": 72, "num_attention_heads": 4, "head_dim": 22, "vocab_size": 1001}),
-    ("mistral_window", {"sliding_window": 1, "num_hidden_layers": 1}),
+    ("mistral_window", {"sliding_window": 2, "num_hidden_layers": 1}),
     ("qwen2_window", {"sliding_window": 33, "layer_types": [*SLIDING, "full_attention", *SLIDING]}),
     (
         "qwen3",
