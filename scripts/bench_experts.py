@@ -37,7 +37,7 @@ def with_experts(ops: CpuOps, stack: Stack) -> Stack:
     hidden, width = LARGE.hidden, LARGE.width // PER_TOKEN
 
     def weight(n: int, k: int) -> torch.Tensor:
-        return (torch.randn(n, k) / k**0.5).to(DTYPE)
+        return torch.randn(n, k).div(k**0.5).to(DTYPE)
 
     layers = [
         replace(

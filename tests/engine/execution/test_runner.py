@@ -42,8 +42,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 20, "layer_types": [*SLIDING, *SLIDING, "full_attention"]},
     ),
-    ("mixtral", {"sliding_window": 50, "num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 50}),
-    ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "rope_parameters": YARN}),
+    ("mixtral", {"sliding_window": 50, "num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 52}),
+    ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "head_dim": 16, "rope_parameters": YARN}),
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24, "decoder_sparse_step": 2, "num_experts": 40}),
     ("llama2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
@@ -177,6 +177,8 @@ def test_every_type_chooses_within_tolerance_of_a_teacher_forced_oracle(
     tokens = prompt_of(90)
     logits = oracle_logits(directory, tokens)
     spread = float(logits.std())
+    if runner.config.experts is not None:  # rounding may choose another expert
+        tolerance *= 2
     pager = Pager(runner)
     sequence = pager.start(tokens[:50])
     sampled = [pager.step([(sequence, 50)])[0].token_id]

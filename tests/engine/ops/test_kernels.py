@@ -244,7 +244,7 @@ def random_experts(back_end: Ops, count: int, routing: Routing, hidden: int, wid
     generator = torch.Generator().manual_seed(count)
 
     def weight(n: int, k: int) -> torch.Tensor:
-        return (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+        return torch.randn(n, k, generator=generator).div(k**0.5).to(dtype)
 
     return back_end.pack_experts(
         ((weight(2 * width, hidden), weight(hidden, width)) for _ in range(count)), count, routing
