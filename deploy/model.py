@@ -136,7 +136,13 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
         count_pages(settings, Profile.load(settings.simulate), config)
         return "cpu", 0
     with Checkpoint(directory) as checkpoint:
-        plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
+        plan = plan_memory(
+            config,
+            checkpoint,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            max_model_len=settings.max_model_len,
+        )
     if settings.host_kv_memory:
         count_slots(settings.host_kv_memory, plan.page_bytes)
     if settings.ray_address:
@@ -144,6 +150,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
             plan.in_pool(settings.kv_memory)
         return settings.device, 0
     device = resolve_device(settings.device)
+    plan.check_device(device)
     own = settings.prefill + settings.combined
     on_gpu = device.type == "cuda"
     together = sharing(workers, torch.cuda.device_count()) if on_gpu else own

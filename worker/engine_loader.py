@@ -39,6 +39,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
     runner = TorchRunner(
         directory,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         device=settings.device,
         kv_bytes=settings.kv_memory,
         gpu_memory=settings.gpu_memory,

@@ -93,7 +93,12 @@ class ModelSettings(Settings):
 
     model: str = Field("", description="Checkpoint directory (config.json, safetensors) or Hugging Face id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV cache; auto takes the checkpoint's."
+        "auto", description="Type of activations, weights and KV cache; auto takes the checkpoint's."
+    )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="Weights of linear layers in memory: as in the checkpoint, or 8 or 4 bits in groups of 32, quantised "
+        "at start. On CPUs only.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to run; auto takes GPUs if there are any."
@@ -448,7 +453,7 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         if not name:
             return self
         (one,) = (one for one in self.models if one.name == name)
-        own = one.model_dump(include={"model", "dtype", "max_model_len", "kv_memory", "prefill", "combined"})
+        own = one.model_dump(include={"model", "dtype", "quantization", "max_model_len", "kv_memory", "prefill", "combined"})
         given = {setting: value for setting, value in own.items() if value is not None}
         return self.model_copy(update={"models": [], "served_model_name": name, **given})
 

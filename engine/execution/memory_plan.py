@@ -1,14 +1,16 @@
 """Plans the memory of a model from a checkpoint's headers and the settings: types, context length, pages."""
 
 import logging
-import math
 from dataclasses import dataclass, replace
+
+import torch
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
-from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig
-from engine.model.parameters import expected_tensors
+from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig, Quantization
+from engine.model.parameters import expected_tensors, parameters, weight_bytes
 from engine.model.weights import Checkpoint
+from engine.ops.quantized import GROUP
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +26,10 @@ class MemoryPlan:
         config: Configuration with the `max_model_len` that a large enough pool allows, and only those sliding windows
             that are shorter.
         tensors: Shape of every tensor that is read.
-        dtype: Type of the weights.
+        dtype: Type of activations, and of weights that are not quantised.
         kv_dtype: Type of the KV pool.
-        weight_bytes: Size of all weights in that type.
+        quantization: How the weights of linear layers are quantised.
+        weight_bytes: Size of all weights in memory.
         page_bytes: Size of one page of the KV pool.
     """
 
@@ -34,6 +37,7 @@ class MemoryPlan:
     tensors: dict[str, tuple[int, ...]]
     dtype: Dtype
     kv_dtype: Dtype
+    quantization: Quantization
     weight_bytes: int
     page_bytes: int
 
@@ -49,14 +53,30 @@ class MemoryPlan:
             log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", tokens, length)
         return replace(self.config, max_model_len=min(length, tokens)), num_pages
 
+    @property
+    def types(self) -> str:
+        """Types of activations and weights, for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype} with {self.quantization} weights"
 
-def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int) -> MemoryPlan:
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if the device does not compute quantised weights."""
+        if self.quantization == "none":
+            return
+        if device.type != "cpu":
+            raise ConfigError("quantised weights run on CPUs only; use --quantization none, or --device cpu")
+        if self.dtype == "float16":
+            raise ConfigError("quantised weights are not computed in float16; use --dtype bfloat16")
+
+
+def plan_memory(
+    config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int, quantization: Quantization = "none"
+) -> MemoryPlan:
     """Checks a checkpoint against the settings, in milliseconds: no weights are read.
 
     Args:
         config: As `load_config` returned it.
         checkpoint: Tensors of the same directory.
-        dtype, max_model_len: See `engine.execution.runner.TorchRunner`.
+        dtype, max_model_len, quantization: See `engine.execution.runner.TorchRunner`.
 
     Raises:
         CheckpointError: The directory cannot be served.
@@ -67,6 +87,7 @@ def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_
     tensors = expected_tensors(config)
     checkpoint.check(tensors)
     weights = _resolve_dtype(dtype, config, checkpoint)
+    _check_groups(config, quantization)
     length = _resolve_length(max_model_len, config)
     kv_dtype = weights  # attention kernels take queries and pages of one type
     return MemoryPlan(
@@ -74,7 +95,8 @@ def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_
         tensors=tensors,
         dtype=weights,
         kv_dtype=kv_dtype,
-        weight_bytes=DTYPE_BYTES[weights] * sum(math.prod(shape) for shape in tensors.values()),
+        quantization=quantization,
+        weight_bytes=weight_bytes(config, weights, quantization),
         page_bytes=config.page_bytes(kv_dtype),
     )
 
@@ -97,6 +119,15 @@ def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dt
         if name == dtype:
             return dtype
     raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
+
+
+def _check_groups(config: ModelConfig, quantization: Quantization) -> None:
+    for parameter in parameters(config):
+        if parameter.bits(quantization) is not None and parameter.columns is not None and parameter.columns % GROUP:
+            raise ConfigError(
+                f"--quantization {quantization} needs rows of whole groups of {GROUP}, and those of "
+                f"{next(iter(parameter.parts))} have {parameter.columns} columns; use --quantization none"
+            )
 
 
 def _resolve_length(wanted: int, config: ModelConfig) -> int:

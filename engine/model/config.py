@@ -16,6 +16,8 @@ from cpd.common.errors import CheckpointError
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+Quantization = Literal["none", "int8", "int4"]
+
 _TOO_LARGE = 1 << 40
 """A config.json with a number this large is damaged."""
 

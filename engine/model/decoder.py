@@ -11,11 +11,13 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 
-from engine.model.config import ModelConfig
-from engine.model.parameters import Parameter, parameters
+from cpd.common.errors import CheckpointError
+from engine.model.config import ModelConfig, Quantization
+from engine.model.parameters import Parameter, head_of, parameters
 from engine.model.rope import rope_table
 from engine.model.weights import Checkpoint
-from engine.ops.base import DeviceBatch, Experts, Layer, Ops, Routing, Stack
+from engine.ops.base import DeviceBatch, Experts, Layer, Ops, Routing, Stack, Weight
+from engine.ops.quantized import quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,18 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: Callable[[float], None],
+        quantization: Quantization = "none",
     ) -> None:
         """Reads the weights. Peak memory is the final size plus about one fused tensor, or one expert's.
 
         Args:
             config: Its `max_model_len` bounds the positions.
             checkpoint: Already checked against `expected_tensors(config)`.
+            dtype: Type of activations, and of weights that are not quantised.
             on_progress: Called with the fraction that is loaded.
+
+        Raises:
+            CheckpointError: A weight cannot be quantised.
         """
 
         table = {parameter.name: parameter for parameter in parameters(config)}
@@ -117,8 +124,16 @@ class Decoder:
         def read(name: str) -> torch.Tensor:
             return checkpoint.read(table[name].tensors("weight"), dtype, device)
 
+        def read_weight(parameter: Parameter, layer: int | None = None, expert: int = 0) -> Weight:
+            names = parameter.tensors("weight", layer, expert)
+            weight, bits = checkpoint.read(names, dtype, device), parameter.bits(quantization)
+            try:
+                return weight if bits is None else quantize(weight, bits)
+            except ValueError as error:
+                raise CheckpointError(f"{names[0]} cannot be quantised: {error}") from None
+
         def load(parameter: Parameter, layer: int) -> Any:  # a vector, or a linear layer
-            weight = checkpoint.read(parameter.tensors("weight", layer), dtype, device)
+            weight = read_weight(parameter, layer)
             if parameter.columns is None:
                 return weight
             bias = checkpoint.read(parameter.tensors("bias", layer), dtype, device) if parameter.bias else None
@@ -129,12 +144,9 @@ class Decoder:
             if experts is None or layer not in experts.layers:
                 return None
 
-            def weights() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-                rows = table["expert_gate_up"], table["expert_down"]
+            def weights() -> Iterator[tuple[Weight, Weight]]:
                 for expert in range(experts.count):
-                    gate_up, down = (
-                        checkpoint.read(row.tensors("weight", layer, expert), dtype, device) for row in rows
-                    )
+                    gate_up, down = (read_weight(table[name], layer, expert) for name in ("expert_gate_up", "expert_down"))
                     yield gate_up, down
 
             return ops.pack_experts(weights(), experts.count, Routing(experts.per_token, experts.normalize))
@@ -150,7 +162,8 @@ class Decoder:
             }
             layers.append(Layer(**fields, experts=load_experts(index), window=config.windows[index]))
         norm = read("norm")
-        head = read("head") if "head" in table else self._embedding
+        shares = config.tie_embeddings and quantization == "none"
+        head = self._embedding if shares else read_weight(head_of(config))
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
         self._ops = ops
         self._stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)

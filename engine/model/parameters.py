@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.model.config import ModelConfig
+from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig, Quantization
+from engine.ops.quantized import GROUP, SCALE_BYTES
 
 _EXPERT = "{expert}"
 """Stands for an expert's index in the names of its tensors."""
@@ -42,10 +43,20 @@ class Parameter:
         prefix = "" if layer is None else f"model.layers.{layer}."
         return [f"{prefix}{part.replace(_EXPERT, str(expert))}.{kind}" for part in self.parts]
 
+    def bits(self, quantization: Quantization) -> int | None:
+        """Bits of the weight's elements in memory; None if it is not quantised.
+
+        Only linear layers are: not the router, whose few weights decide which experts compute. The head has 8 bits at
+        least: it is the last layer, so that no other evens out its errors.
+        """
+        if quantization == "none" or self.columns is None or self.name in ("embedding", "router"):
+            return None
+        return 8 if quantization == "int8" or self.name == "head" else 4
+
 
 def parameters(config: ModelConfig) -> list[Parameter]:
     """All parameters of a model."""
-    hidden, dim, vocab = config.hidden_size, config.head_dim, config.vocab_size
+    hidden, dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     every = range(config.num_layers)
@@ -55,7 +66,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         if config.qk_norm
     ]
     return [
-        Parameter("embedding", {"model.embed_tokens": vocab}, hidden),
+        Parameter("embedding", {"model.embed_tokens": config.vocab_size}, hidden),
         Parameter("input_norm", {"input_layernorm": hidden}, layers=every),
         Parameter("qkv", qkv, hidden, config.qkv_bias, every),
         *qk_norms,
@@ -64,8 +75,14 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         *_mlp(config),
         *_experts(config),
         Parameter("norm", {"model.norm": hidden}),
-        *([] if config.tie_embeddings else [Parameter("head", {"lm_head": vocab}, hidden)]),
+        *([] if config.tie_embeddings else [head_of(config)]),
     ]
+
+
+def head_of(config: ModelConfig) -> Parameter:
+    """The LM head, whose weight may be the embedding's."""
+    name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
+    return Parameter("head", {name: config.vocab_size}, config.hidden_size)
 
 
 def _mlp(config: ModelConfig) -> list[Parameter]:
@@ -109,3 +126,18 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                     for name, rows in zip(names, parameter.parts.values(), strict=True):
                         shapes[name] = (rows, *columns)
     return shapes
+
+
+def weight_bytes(config: ModelConfig, dtype: Dtype, quantization: Quantization) -> int:
+    """Bytes of all weights in memory."""
+    total = 0
+    table = parameters(config)
+    if quantization != "none" and config.tie_embeddings:  # the embedding is not quantised, and the head is
+        table.append(head_of(config))
+    for parameter in table:
+        count = (1 if parameter.layers is None else len(parameter.layers)) * (parameter.experts or 1)
+        rows, bits = sum(parameter.parts.values()), parameter.bits(quantization)
+        elements = rows * (1 if parameter.columns is None else parameter.columns)
+        size = elements * DTYPE_BYTES[dtype] if bits is None else elements * bits // 8 + elements // GROUP * SCALE_BYTES
+        total += count * (size + (rows * DTYPE_BYTES[dtype] if parameter.bias else 0))
+    return total

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import CheckpointError
-from engine.model.config import Dtype, ModelConfig, read_json
+from engine.model.config import Dtype, ModelConfig, Quantization, read_json
 
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX = "model.safetensors.index.json"
@@ -123,7 +123,9 @@ class Checkpoint:
         return self._files[path]
 
 
-def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dtype: Dtype) -> bytes:
+def model_fingerprint(
+    model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dtype: Dtype, quantization: Quantization = "none"
+) -> bytes:
     """Digests everything that a KV page's content depends on. Workers with equal digests can exchange pages.
 
     The digest (16 bytes) covers the model's shape, the types of weights and pages, the block size, and each tensor's
@@ -135,11 +137,13 @@ def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dty
     """
     essentials = asdict(config)
     del essentials["max_model_len"], essentials["dtype"]
-    # Models without experts or windows keep the digest that releases before these fields gave them.
+    # Models without experts, windows and quantisation keep the digest that releases before these fields gave them.
     if config.experts is None:
         del essentials["experts"]
     if not config.has_windows:
         del essentials["windows"]
+    if quantization != "none":
+        essentials["quantization"] = quantization
     digest = blake2b(json.dumps([essentials, dtype, kv_dtype, BLOCK_SIZE], sort_keys=True).encode(), digest_size=16)
     with Checkpoint(model_dir) as checkpoint, contextlib.ExitStack() as stack:
         files = {}

@@ -19,6 +19,9 @@ import torch
 
 from engine.batch import Batch
 from engine.ops.buffers import upload_arrays
+from engine.ops.quantized import QuantizedWeight
+
+Weight = torch.Tensor | QuantizedWeight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A packed linear layer: x [T, in] -> x @ weight.T + bias, [T, out]."""
@@ -207,12 +210,10 @@ class Ops(Protocol):
     def prepare(self, batch: DeviceBatch) -> None:
         """Plans a step for all layers. Called before the batch's first `rope_store` and `attention`."""
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """Makes a linear layer of weight [out, in] and bias [out]. It may repack them: drop other references."""
 
-    def pack_experts(
-        self, weights: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, routing: Routing
-    ) -> Experts:
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int, routing: Routing) -> Experts:
         """Makes a layer's experts.
 
         Args:

@@ -6,15 +6,14 @@ on the token's position.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 
 from engine.ops import kernels
-from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Layer, Linear, Ops, Routing, Stack
+from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Layer, Linear, Ops, Routing, Stack, Weight
+from engine.ops.quantized import GROUP, QuantizedWeight
 from engine.ops.torch_ops import TorchOps
 
 
@@ -67,22 +66,22 @@ class CpuOps:
     def prepare(self, batch: DeviceBatch) -> None:
         pass
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if not _has_whole_words(weight):
-            return partial(F.linear, weight=weight, bias=bias)
-        return PackedLinear(torch.ops.cpd.pack_weight(weight.contiguous()), bias, weight.shape[0])
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        if not _is_packable(weight):
+            return TorchOps().pack(weight, bias)
+        packed = _empty_packed(weight, 1)[0]
+        _pack_into(weight, packed)
+        return PackedLinear(packed, bias, weight.shape[0])
 
-    def pack_experts(
-        self, weights: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, routing: Routing
-    ) -> Experts:
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int, routing: Routing) -> Experts:
         each = iter(weights)
         first = next(each)
-        if not all(_has_whole_words(weight) for weight in first):
+        if not all(map(_is_packable, first)):
             return TorchOps().pack_experts(chain([first], each), count, routing)
-        gate_up, down = (torch.ops.cpd.empty_packed(weight, count) for weight in first)
+        gate_up, down = (_empty_packed(weight, count) for weight in first)
         for expert, both in enumerate(chain([first], each)):
             for weight, packed in zip(both, (gate_up, down), strict=True):
-                torch.ops.cpd.pack_into(weight.contiguous(), packed[expert])
+                _pack_into(weight, packed[expert])
         return PackedExperts(gate_up, down, first[0].shape[0] // 2, routing)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -202,6 +201,25 @@ def _router_weight(layer: Layer) -> torch.Tensor | None:
     return layer.router.weight if isinstance(layer.router, PackedLinear) else None
 
 
-def _has_whole_words(weight: torch.Tensor) -> bool:
-    """True if the kernels can read a weight: they read rows in 32-bit words."""
+def _is_packable(weight: Weight) -> bool:
+    """True if the kernels can read a weight: they read rows in groups or in 32-bit words."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.shape[1] % GROUP == 0
     return weight.shape[1] * weight.element_size() % 4 == 0
+
+
+def _empty_packed(weight: Weight, count: int) -> torch.Tensor:
+    """Returns memory for `count` packed weights of this shape and format: [count, ...]"""
+    packed: torch.Tensor
+    if isinstance(weight, QuantizedWeight):
+        packed = torch.ops.cpd.empty_quantized(*weight.shape, weight.bits, weight.minima is not None, count)
+    else:
+        packed = torch.ops.cpd.empty_packed(weight, count)
+    return packed
+
+
+def _pack_into(weight: Weight, packed: torch.Tensor) -> None:
+    if isinstance(weight, QuantizedWeight):
+        torch.ops.cpd.pack_quantized_into(weight.values, weight.scales, weight.minima, weight.bits, packed)
+    else:
+        torch.ops.cpd.pack_into(weight.contiguous(), packed)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from cpd.common.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Linear, Ops, Routing, Stack
+from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Linear, Ops, Routing, Stack, Weight
 from engine.ops.buffers import upload
+from engine.ops.quantized import QuantizedWeight
 
 _DECODES_AT_ONCE = 16
 """Decodes whose contexts are gathered together, padded to one length."""
@@ -77,13 +78,13 @@ class TorchOps:
             plan.prefills.append(_Prefill(start, stop, context - (stop - start), tables[s : s + 1, :blocks]))
         self._plan = plan
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            return DequantizedLinear(weight.dequantize(), None if bias is None else bias.float())
         return partial(F.linear, weight=weight, bias=bias)
 
-    def pack_experts(
-        self, weights: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, routing: Routing
-    ) -> Experts:
-        gate_up, down = zip(*weights, strict=True)
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int, routing: Routing) -> Experts:
+        gate_up, down = zip(*((self.pack(first, None), self.pack(last, None)) for first, last in weights), strict=True)
         return TorchExperts(gate_up, down, routing)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -161,11 +162,22 @@ class TorchOps:
 
 
 @dataclass(frozen=True, slots=True)
+class DequantizedLinear:
+    """A linear layer in float32: what those of quantised weights should come to."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class TorchExperts:
     """Experts of plain torch: a few operations for each one that is used."""
 
-    gate_up: Sequence[torch.Tensor]  # E of [2I, H]
-    down: Sequence[torch.Tensor]  # E of [H, I]
+    gate_up: Sequence[Linear]  # E of H -> 2I
+    down: Sequence[Linear]  # E of I -> H
     routing: Routing
 
     def __call__(self, x: torch.Tensor, router_output: torch.Tensor) -> torch.Tensor:
@@ -176,8 +188,8 @@ class TorchExperts:
         ends: list[int] = counts.cumsum(0).tolist()  # waits for the device
         for expert, (start, stop) in enumerate(pairwise([0, *ends])):
             if start < stop:
-                gate, up = F.linear(rows[start:stop], self.gate_up[expert]).chunk(2, dim=-1)
-                rows[start:stop] = F.linear(F.silu(gate) * up, self.down[expert])
+                gate, up = self.gate_up[expert](rows[start:stop]).chunk(2, dim=-1)
+                rows[start:stop] = self.down[expert](F.silu(gate) * up)
         computed = torch.empty_like(rows)
         computed[order] = rows
         return (computed.view(*weights.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)

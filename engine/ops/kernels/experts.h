@@ -53,10 +53,12 @@ struct Routed {
   }
 };
 
-// Memory of a step's experts: rows [pairs, hidden], gate_up [pairs, 2 · width], product [pairs, width].
+// Memory of a step's experts: rows [pairs, hidden], gate_up [pairs, 2 · width], product [pairs, width], and room for rows
+// and product quantised, if weights are.
 template <typename T>
 struct ExpertMemory {
   T *rows, *gate_up, *product;
+  uint32_t* quantized;
   Routed* routed;
   int64_t* bytes_read;  // Counter, which other threads read; null if nobody does.
 };
@@ -141,16 +143,18 @@ inline void group(Team& team, int64_t tokens, const ExpertsShape& shape, Routed&
 // The number of pieces must not depend on the groups: a thread may come here before another has made them.
 template <typename T>
 void grouped_linear(Team& team, int64_t most_groups, const ExpertMemory<T>& memory, const T* x, int64_t k,
-                    const uint32_t* weight, int64_t n, T* y) {
-  const int64_t words = k / kPerWord<T>, strips = divide_up(n, kColumns), expert_words = divide_up(n, kPanel) * kPanel * words;
+                    int64_t pairs, const Weight& weight, int64_t n, T* y) {
+  if (!weight.is_plain()) quantize_rows(team, x, pairs, k, memory.quantized);
+  const int64_t strips = divide_up(n, kColumns), bytes = panel_bytes<T>(weight.format, k);
   team.each(most_groups * strips, [&](int64_t item) {
     if (item / strips >= memory.routed->num_groups) return;
     const Group group = memory.routed->groups[item / strips];
     const int64_t strip = item % strips;
-    linear_strip<T>(x, group.begin, group.end, k, weight + group.expert * expert_words, n, nullptr, strip, y);
+    const Weight own{weight.data + group.expert * divide_up(n, kPanel) * bytes, weight.format};
+    linear_strip<T>(x, memory.quantized, group.begin, group.end, k, own, n, nullptr, strip, y);
     if (memory.bytes_read) {
       const int64_t columns = std::min<int64_t>(kColumns, n - strip * kColumns);
-      std::atomic_ref(*memory.bytes_read).fetch_add(columns * k * sizeof(T), std::memory_order_relaxed);
+      std::atomic_ref(*memory.bytes_read).fetch_add(columns * bytes / kPanel, std::memory_order_relaxed);
     }
   });
 }
@@ -173,14 +177,14 @@ void combine(Team& team, const T* rows, int64_t tokens, int64_t hidden, const Ex
 // experts].
 template <typename T>
 void run_experts(Team& team, const T* x, int64_t tokens, int64_t hidden, const T* logits, const ExpertsShape& shape,
-                 const uint32_t* gate_up, const uint32_t* down, const ExpertMemory<T>& memory, T* to) {
+                 const Weight& gate_up, const Weight& down, const ExpertMemory<T>& memory, T* to) {
   const int64_t pairs = tokens * shape.per_token, most_groups = Routed::most_groups(tokens, shape);
   route(team, logits, tokens, shape, *memory.routed);
   group(team, tokens, shape, *memory.routed);
   gather_rows(team, x, memory.routed->tokens.data(), pairs, hidden, memory.rows);
-  grouped_linear(team, most_groups, memory, memory.rows, hidden, gate_up, 2 * shape.width, memory.gate_up);
+  grouped_linear(team, most_groups, memory, memory.rows, hidden, pairs, gate_up, 2 * shape.width, memory.gate_up);
   silu_mul(team, memory.gate_up, pairs, shape.width, memory.product);
-  grouped_linear(team, most_groups, memory, memory.product, shape.width, down, hidden, memory.rows);
+  grouped_linear(team, most_groups, memory, memory.product, shape.width, pairs, down, hidden, memory.rows);
   combine(team, memory.rows, tokens, hidden, shape, *memory.routed, to);
 }
 

@@ -12,29 +12,29 @@
 
 namespace cpd {
 
-// Weights of one layer. Those of linear layers are packed; biases and head norms are null if the model has none. A
-// layer with a router has experts, whose weights are in place of the MLP's.
+// Weights of one layer. Biases and head norms are null if the model has none. A layer whose router has data has experts,
+// whose weights are in place of the MLP's.
 template <typename T>
 struct Layer {
   const T* input_norm;
-  const uint32_t* qkv;
+  Weight qkv;
   const T *qkv_bias, *q_norm, *k_norm;
-  const uint32_t* o;
+  Weight o;
   const T *o_bias, *post_norm;
-  const uint32_t* gate_up;
+  Weight gate_up;
   const T* gate_up_bias;
-  const uint32_t* down;
+  Weight down;
   const T* down_bias;
   Pages<T> pages;
-  const uint32_t* router;
+  Weight router;
   size_t attention;  // index of its `Run::attention`
 };
 
 template <typename T>
 struct Decoder {
   std::vector<Layer<T>> layers;
-  const T* norm;         // final norm
-  const uint32_t* head;  // packed LM head
+  const T* norm;  // final norm
+  Weight head;    // LM head
   const float* cos_sin;  // [positions, head dim]
   int64_t* progress;     // Counter of computed layers, which other threads read.
   int64_t hidden, heads, intermediate, vocab;
@@ -56,7 +56,8 @@ struct Step {
 template <typename T>
 struct Activations {
   T *normed, *qkv, *attention, *residual_rows, *gate_up, *product;
-  T* router;  // [tokens, experts]
+  T* router;            // [tokens, experts]
+  uint32_t* quantized;  // input of a linear layer whose weight is quantised
 };
 
 // The attention of all layers with the same window.
@@ -89,11 +90,14 @@ void run_layers(Team& team, const Run<T>& run) {
   const int64_t qkv_width = heads_width + 2 * pages.heads * pages.dim;
   T *residual = step.residual, *attention = buffer.attention;
   int64_t tokens = step.tokens;
+  auto multiply = [&](const T* x, int64_t k, const Weight& weight, int64_t n, const T* bias, T* y) {
+    linear(team, x, tokens, k, weight, n, bias, y, buffer.quantized);
+  };
   rms_norm(team, residual, tokens, hidden, model.layers[0].input_norm, model.eps, buffer.normed);
   for (size_t index = 0; index < model.layers.size(); ++index) {
     const Layer<T>& layer = model.layers[index];
     const bool last = index + 1 == model.layers.size();
-    linear(team, buffer.normed, tokens, hidden, layer.qkv, qkv_width, layer.qkv_bias, buffer.qkv);
+    multiply(buffer.normed, hidden, layer.qkv, qkv_width, layer.qkv_bias, buffer.qkv);
     rope_store(team, buffer.qkv, tokens, model.heads, step.positions, step.slots, model.cos_sin, layer.q_norm,
                layer.k_norm, model.eps, layer.pages);
     if (last && step.num_rows == 0) return;
@@ -107,23 +111,22 @@ void run_layers(Team& team, const Run<T>& run) {
       attention = buffer.qkv;
       residual = buffer.residual_rows;
     }
-    linear(team, attention, tokens, heads_width, layer.o, hidden, layer.o_bias, buffer.normed);
+    multiply(attention, heads_width, layer.o, hidden, layer.o_bias, buffer.normed);
     add_rms_norm(team, buffer.normed, tokens, hidden, residual, layer.post_norm, model.eps, buffer.normed);
-    if (layer.router) {
-      linear<T>(team, buffer.normed, tokens, hidden, layer.router, model.experts.count, nullptr, buffer.router);
+    if (layer.router.data) {
+      multiply(buffer.normed, hidden, layer.router, model.experts.count, nullptr, buffer.router);
       run_experts(team, buffer.normed, tokens, hidden, buffer.router, model.experts, layer.gate_up, layer.down, run.experts,
                   buffer.normed);
     } else {
-      linear(team, buffer.normed, tokens, hidden, layer.gate_up, 2 * model.intermediate, layer.gate_up_bias,
-             buffer.gate_up);
+      multiply(buffer.normed, hidden, layer.gate_up, 2 * model.intermediate, layer.gate_up_bias, buffer.gate_up);
       silu_mul(team, buffer.gate_up, tokens, model.intermediate, buffer.product);
-      linear(team, buffer.product, tokens, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
+      multiply(buffer.product, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
     }
     add_rms_norm(team, buffer.normed, tokens, hidden, residual, last ? model.norm : model.layers[index + 1].input_norm,
                  model.eps, buffer.normed);
     if (team.id() == 0) std::atomic_ref(*model.progress).fetch_add(1, std::memory_order_relaxed);
   }
-  linear<T>(team, buffer.normed, tokens, hidden, model.head, model.vocab, nullptr, step.logits);
+  multiply(buffer.normed, hidden, model.head, model.vocab, nullptr, step.logits);
 }
 
 }  // namespace cpd

@@ -23,10 +23,11 @@ from engine.model.config import RopeConfig
 from engine.model.decoder import LayerByLayer
 from engine.model.rope import rope_table
 from engine.ops import make_ops
-from engine.ops.base import Experts, Heads, Layer, Linear, Ops, Routing, Stack
+from engine.ops.base import Experts, Heads, Layer, Linear, Ops, Routing, Stack, Weight
 from engine.ops.cpu_ops import CpuOps, PackedExperts, PackedLinear
 from engine.ops.kernels import KernelsUnavailableError
 from engine.ops.kernels.build import build
+from engine.ops.quantized import quantize
 from engine.ops.torch_ops import TorchExperts, TorchOps
 from tests.engine.steps import Lens, lay_out, step_of
 
@@ -50,9 +51,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def assert_equal(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_equal(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, tolerance: float | None = None
+) -> None:
     """Equal up to the order of float32 sums; in bf16 up to the rounding of result and one intermediate."""
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    tolerance = tolerance or (2e-5 if dtype == torch.float32 else 1e-2)
     scale = expected.float().abs().max().item()
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance * scale, rtol=tolerance)
 
@@ -240,11 +243,14 @@ def test_attention_of_any_batch_equals_torch(
 # --- Experts
 
 
-def random_experts(back_end: Ops, count: int, routing: Routing, hidden: int, width: int, dtype: torch.dtype) -> Experts:
+def random_experts(
+    back_end: Ops, count: int, routing: Routing, hidden: int, width: int, dtype: torch.dtype, bits: int | None = None
+) -> Experts:
     generator = torch.Generator().manual_seed(count)
 
-    def weight(n: int, k: int) -> torch.Tensor:
-        return torch.randn(n, k, generator=generator).div(k**0.5).to(dtype)
+    def weight(n: int, k: int) -> Weight:
+        plain = torch.randn(n, k, generator=generator).div(k**0.5).to(dtype)
+        return plain if bits is None else quantize(plain, bits)
 
     return back_end.pack_experts(
         ((weight(2 * width, hidden), weight(hidden, width)) for _ in range(count)), count, routing
@@ -304,21 +310,24 @@ def random_stack(
     experts: frozenset[int] = frozenset(),
     per_token: int = 3,
     windows: tuple[int | None, ...] = (None,) * LAYERS,
+    bits: int | None = None,
 ) -> Stack:
     """Hidden size 80, 4 query and 2 key-value heads of 24, width 100, vocabulary 50.
 
     Args:
         experts: Layers with 7 experts of width 40, `per_token` for each token.
+        bits: Bits of quantised weights; then the sizes are multiples of 32.
     """
     generator = torch.Generator().manual_seed(0)
-    hidden, heads, kv_heads, dim, width = 80, 4, 2, 24, 100
+    heads, kv_heads, dim = 4, 2, 24
+    hidden, width, expert_width = (80, 100, 40) if bits is None else (96, 128, 64)
 
     def vector(n: int) -> torch.Tensor:
         return (1 + torch.randn(n, generator=generator) / 4).to(dtype)
 
     def linear(n: int, k: int) -> Linear:
-        weight = torch.randn(n, k, generator=generator) / k**0.5
-        return back_end.pack(weight.to(dtype), vector(n) if bias else None)
+        weight = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+        return back_end.pack(weight if bits is None else quantize(weight, bits), vector(n) if bias else None)
 
     def layer(index: int) -> Layer:
         attention = Layer(
@@ -334,7 +343,8 @@ def random_stack(
             return replace(attention, gate_up=linear(2 * width, hidden), down=linear(hidden, width))
         router = back_end.pack((torch.randn(7, hidden, generator=generator) / hidden**0.5).to(dtype), None)
         routing = Routing(per_token, normalize=True)
-        return replace(attention, router=router, experts=random_experts(back_end, 7, routing, hidden, 40, dtype))
+        mixture = random_experts(back_end, 7, routing, hidden, expert_width, dtype, bits)
+        return replace(attention, router=router, experts=mixture)
 
     layers = [layer(index) for index in range(LAYERS)]
     head = back_end.pack(torch.randn(50, hidden, generator=generator).to(dtype), None)
@@ -356,6 +366,8 @@ def new_pool(num_pages: int, dtype: torch.dtype) -> torch.Tensor:
         {"qk_norm": False, "bias": True, "experts": frozenset({1})},
         {"qk_norm": False, "bias": False, "windows": (20, 20, 20)},
         {"qk_norm": True, "bias": False, "windows": (None, 70, 20), "experts": frozenset({2})},
+        {"qk_norm": True, "bias": True, "bits": 8},
+        {"qk_norm": False, "bias": False, "bits": 4, "experts": frozenset({1})},
     ],
 )
 @pytest.mark.parametrize("rows", [None, [0, 1, 31], [5], []])
@@ -366,7 +378,8 @@ def test_fused_layers_equal_single_operations(
     pages, num_pages = lay_out([(1, 90)] * 3, np.random.default_rng(0))
     steps = [step_of([(2, 2), (60, 60), (20, 20)], pages), step_of([(1, 3), (1, 61), (30, 50)], pages)]
     wanted = None if rows is None else torch.tensor(rows, dtype=torch.int32)
-    if dtype == torch.bfloat16:  # the rounding of the two may choose different experts, unless all are chosen
+    tolerance = 0.03 if "bits" in kind else None  # activations are quantised, too
+    if dtype == torch.bfloat16 or tolerance:  # rounding may choose different experts, unless all are chosen
         kind = {**kind, "per_token": 7}
     results = []
     for back_end in (TorchOps(), ops):
@@ -376,7 +389,7 @@ def test_fused_layers_equal_single_operations(
         pool = torch.zeros(num_pages, LAYERS, 2, 2, BLOCK_SIZE, 24, dtype=dtype)
         kv = [pool[:, layer] for layer in range(LAYERS)]
         torch.manual_seed(0)
-        first, second = (torch.randn(step.num_tokens, 80).to(dtype) for step in steps)
+        first, second = (torch.randn(step.num_tokens, len(stack.norm)).to(dtype) for step in steps)
         back_end.prepare(steps[0])
         all_logits = run(first, steps[0], kv, None)
         back_end.prepare(steps[1])
@@ -387,7 +400,7 @@ def test_fused_layers_equal_single_operations(
             assert actual is None
         else:
             assert actual is not None
-            assert_equal(actual, expected, dtype)
+            assert_equal(actual, expected, dtype, tolerance)
 
 
 @pytest.mark.parametrize("back_end", [TorchOps, CpuOps])
@@ -444,14 +457,22 @@ def test_dense_layers_read_no_experts(ops: CpuOps) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"experts": frozenset({0, 2})}, {"windows": (33, 33, 33)}, {"windows": (None, 200, 200)}],
+    [
+        {},
+        {"experts": frozenset({0, 2})},
+        {"windows": (33, 33, 33)},
+        {"windows": (None, 200, 200)},
+        {"bits": 8},
+        {"bits": 4, "experts": frozenset({0, 2})},
+    ],
 )
 def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(
     ops: CpuOps, dtype: torch.dtype, kind: dict[str, Any]
 ) -> None:
-    run, length = ops.fuse(random_stack(ops, dtype, qk_norm=True, bias=False, **kind)), 600
+    stack, length = random_stack(ops, dtype, qk_norm=True, bias=False, **kind), 600
+    run, hidden = ops.fuse(stack), len(stack.norm)
     assert run is not None
-    tokens = torch.randn(length, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tokens = torch.randn(length, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
     (pages, others, more), num_pages = lay_out([(1, length)] * 3, np.random.default_rng(0))
 
     def compute(cuts: list[int], shares_batch: Callable[[int], bool]) -> torch.Tensor:
@@ -465,7 +486,7 @@ def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(
                 batch, own = step_of([(1, 1), chunk, (90, 90)], [others, pages, more]), slice(1, 1 + stop - start)
             else:
                 batch, own = step_of([chunk], [pages]), slice(0, stop - start)
-            x = torch.randn(batch.num_tokens, 80).to(dtype)
+            x = torch.randn(batch.num_tokens, hidden).to(dtype)
             x[own] = tokens[start:stop]
             output = run(x, batch, kv, None)
             assert output is not None
