@@ -125,8 +125,8 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
     from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
     from engine.execution.memory_plan import count_slots, plan_memory
     from engine.execution.torch_device import explain_gpu_errors, resolve_device
+    from engine.model.checkpoint import open_checkpoint
     from engine.model.config import load_config
-    from engine.model.weights import Checkpoint
     from router.text.text_files import load_text_files
     from simulated_workers.engine import count_pages
 
@@ -135,7 +135,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
     if settings.simulate:
         count_pages(settings, Profile.load(settings.simulate), config)
         return "cpu", 0
-    with Checkpoint(directory) as checkpoint:
+    with open_checkpoint(directory, config) as checkpoint:
         plan = plan_memory(
             config,
             checkpoint,

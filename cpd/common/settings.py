@@ -453,7 +453,9 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         if not name:
             return self
         (one,) = (one for one in self.models if one.name == name)
-        own = one.model_dump(include={"model", "dtype", "quantization", "max_model_len", "kv_memory", "prefill", "combined"})
+        own = one.model_dump(
+            include={"model", "dtype", "quantization", "max_model_len", "kv_memory", "prefill", "combined"}
+        )
         given = {setting: value for setting, value in own.items() if value is not None}
         return self.model_copy(update={"models": [], "served_model_name": name, **given})
 

@@ -1,6 +1,7 @@
 """Plans the memory of a model from a checkpoint's headers and the settings: types, context length, pages."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,9 +9,9 @@ import torch
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
 from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig, Quantization
-from engine.model.parameters import expected_tensors, parameters, weight_bytes
+from engine.model.parameters import Parameter, expected_tensors, head_of, parameters
 from engine.model.weights import Checkpoint
-from engine.ops.quantized import GROUP
+from engine.ops.quantized import GROUP, SCALE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class MemoryPlan:
         tensors: Shape of every tensor that is read.
         dtype: Type of activations, and of weights that are not quantised.
         kv_dtype: Type of the KV pool.
-        quantization: How the weights of linear layers are quantised.
+        bits: Sizes of the elements of quantised weights; empty if there are none.
         weight_bytes: Size of all weights in memory.
         page_bytes: Size of one page of the KV pool.
     """
@@ -37,7 +38,7 @@ class MemoryPlan:
     tensors: dict[str, tuple[int, ...]]
     dtype: Dtype
     kv_dtype: Dtype
-    quantization: Quantization
+    bits: frozenset[int]
     weight_bytes: int
     page_bytes: int
 
@@ -56,14 +57,16 @@ class MemoryPlan:
     @property
     def types(self) -> str:
         """Types of activations and weights, for people."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype} with {self.quantization} weights"
+        if not self.bits:
+            return self.dtype
+        return f"{self.dtype} with {' and '.join(f'int{bits}' for bits in sorted(self.bits))} weights"
 
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError if the device does not compute quantised weights."""
-        if self.quantization == "none":
+        if not self.bits:
             return
         if device.type != "cpu":
-            raise ConfigError("quantised weights run on CPUs only; use --quantization none, or --device cpu")
+            raise ConfigError("quantised weights run on CPUs only; use --device cpu, or weights that are not quantised")
         if self.dtype == "float16":
             raise ConfigError("quantised weights are not computed in float16; use --dtype bfloat16")
 
@@ -87,7 +90,8 @@ def plan_memory(
     tensors = expected_tensors(config)
     checkpoint.check(tensors)
     weights = _resolve_dtype(dtype, config, checkpoint)
-    _check_groups(config, quantization)
+    sizes = list(_sizes(config, checkpoint, quantization))
+    _check_groups(sizes)
     length = _resolve_length(max_model_len, config)
     kv_dtype = weights  # attention kernels take queries and pages of one type
     return MemoryPlan(
@@ -95,8 +99,8 @@ def plan_memory(
         tensors=tensors,
         dtype=weights,
         kv_dtype=kv_dtype,
-        quantization=quantization,
-        weight_bytes=weight_bytes(config, weights, quantization),
+        bits=frozenset(bits for _, bits in sizes if bits is not None),
+        weight_bytes=sum(_bytes_of(parameter, bits, DTYPE_BYTES[weights]) for parameter, bits in sizes),
         page_bytes=config.page_bytes(kv_dtype),
     )
 
@@ -121,12 +125,48 @@ def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dt
     raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
 
 
-def _check_groups(config: ModelConfig, quantization: Quantization) -> None:
+def _sizes(
+    config: ModelConfig, checkpoint: Checkpoint, quantization: Quantization
+) -> Iterator[tuple[Parameter, int | None]]:
+    """Yields the parameters of each layer and expert, with the bits of their weights' elements if those are quantised.
+
+    Raises:
+        ConfigError: Quantised weights are to be quantised.
+    """
     for parameter in parameters(config):
-        if parameter.bits(quantization) is not None and parameter.columns is not None and parameter.columns % GROUP:
+        for layer in [None] if parameter.layers is None else parameter.layers:
+            for expert in range(parameter.experts or 1):
+                yield (
+                    parameter,
+                    _bits_of(parameter, parameter.tensors("weight", layer, expert), checkpoint, quantization),
+                )
+    if config.tie_embeddings:  # a quantised head is a copy of the embedding, which is not
+        head = head_of(config)
+        bits = _bits_of(head, head.tensors("weight"), checkpoint, quantization)
+        if bits is not None:
+            yield head, bits
+
+
+def _bits_of(parameter: Parameter, names: list[str], checkpoint: Checkpoint, quantization: Quantization) -> int | None:
+    stored = checkpoint.bits(names) if parameter.can_be_quantized else None
+    if stored is not None and quantization != "none":
+        raise ConfigError(f"the weights are quantised already ({names[0]} has {stored} bits); use --quantization none")
+    return stored or parameter.bits(quantization)
+
+
+def _bytes_of(parameter: Parameter, bits: int | None, element_bytes: int) -> int:
+    rows = sum(parameter.parts.values())
+    elements = rows * (1 if parameter.columns is None else parameter.columns)
+    weight = elements * element_bytes if bits is None else elements * bits // 8 + elements // GROUP * SCALE_BYTES
+    return weight + (rows * element_bytes if parameter.bias else 0)
+
+
+def _check_groups(sizes: list[tuple[Parameter, int | None]]) -> None:
+    for parameter, bits in sizes:
+        if bits is not None and parameter.columns is not None and parameter.columns % GROUP:
             raise ConfigError(
-                f"--quantization {quantization} needs rows of whole groups of {GROUP}, and those of "
-                f"{next(iter(parameter.parts))} have {parameter.columns} columns; use --quantization none"
+                f"quantised weights have groups of {GROUP} columns, which do not divide the {parameter.columns} of "
+                f"{next(iter(parameter.parts))}; use weights that are not quantised"
             )
 
 

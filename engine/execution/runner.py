@@ -17,9 +17,10 @@ from engine.execution.memory_plan import count_slots, plan_memory
 from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.torch_device import resolve_device
+from engine.model.checkpoint import open_checkpoint
 from engine.model.config import Quantization, load_config
 from engine.model.decoder import Decoder
-from engine.model.weights import Checkpoint, model_fingerprint
+from engine.model.fingerprint import model_fingerprint
 from engine.ops import make_ops
 from engine.ops.base import Heads
 
@@ -76,10 +77,8 @@ class TorchRunner:
             RuntimeError: An error of CUDA; see `engine.execution.torch_device.explain_gpu_errors`.
         """
         config = load_config(model_dir)
-        with Checkpoint(model_dir) as checkpoint:
-            plan = plan_memory(
-                config, checkpoint, dtype=dtype, quantization=quantization, max_model_len=max_model_len
-            )
+        with open_checkpoint(model_dir, config) as checkpoint:
+            plan = plan_memory(config, checkpoint, dtype=dtype, quantization=quantization, max_model_len=max_model_len)
             self.dtype, self.page_bytes = plan.types, plan.page_bytes
             torch_dtype, kv_dtype = (getattr(torch, name) for name in (plan.dtype, plan.kv_dtype))
             self._device = resolve_device(device)
@@ -90,12 +89,12 @@ class TorchRunner:
             check_memory(self._device, plan.weight_bytes, kv_bytes)
             if unused := checkpoint.unused(plan.tensors):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
-            self.fingerprint = model_fingerprint(model_dir, config, plan.dtype, plan.kv_dtype, plan.quantization)
+            self.fingerprint = model_fingerprint(model_dir, config, plan.dtype, plan.kv_dtype, quantization)
             progress = on_progress or (lambda _what, _fraction: None)
             heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.has_windows)
             with torch.inference_mode():
                 progress("preparing kernels", 0.0)  # takes minutes the first time on a GPU
-                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs, plan.quantization != "none")
+                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs, bool(plan.bits))
                 progress("preparing kernels", 1.0)
                 self.kernels = ops.kernels
                 self._model = model = Decoder(
@@ -105,7 +104,7 @@ class TorchRunner:
                     torch_dtype,
                     self._device,
                     lambda fraction: progress("loading weights", fraction),
-                    plan.quantization,
+                    quantization,
                 )
         self._max_num_seqs = max_num_seqs
         sampler = Sampler(config.vocab_size, self._device, ops.top_k)

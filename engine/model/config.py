@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import CheckpointError
+from engine.model.scheme import READABLE, Scheme, read_scheme
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -155,6 +156,7 @@ class ModelConfig:
         experts: None if no layer has experts.
         max_model_len: Longest prompt plus output, in tokens: the checkpoint's limit, or a shorter one that is served.
         dtype: The checkpoint's own type; None if config.json does not give one.
+        scheme: How the checkpoint's weights are quantised; None if they are not, or if a GGUF file has them.
     """
 
     family: str
@@ -176,6 +178,7 @@ class ModelConfig:
     experts: ExpertsConfig | None
     max_model_len: int
     dtype: Dtype | None
+    scheme: Scheme | None = None
 
     @property
     def has_windows(self) -> bool:
@@ -233,11 +236,6 @@ class _Reader:
     def model(self) -> ModelConfig:
         fields = self._fields
         model_type, family = self._family()
-        if quantization := fields.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise self._error(
-                f"the weights are quantized ({method or 'quantization_config'})", "use the original weights"
-            )
         if (activation := fields.get("hidden_act", "silu")) != "silu":
             raise self._error(f"hidden_act {activation!r} is not supported", "only silu is")
         hidden_size = self._int("hidden_size")
@@ -279,6 +277,7 @@ class _Reader:
             experts=None if family.experts is None else self._experts(family.experts, num_layers),
             max_model_len=max(max_position, extended),
             dtype=self._dtype(),
+            scheme=self._scheme(),
         )
 
     def _family(self) -> tuple[str, _Family]:
@@ -403,6 +402,20 @@ class _Reader:
             mscale, all_dim = self._float(scaling, "mscale"), self._float(scaling, "mscale_all_dim")
             default = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
         return self._float(scaling, "attention_factor", default)
+
+    def _scheme(self) -> Scheme | None:
+        fields = self._fields.get("quantization_config")
+        if not fields:
+            return None
+        method = fields.get("quant_method") if isinstance(fields, dict) else None
+        problem = f"the weights are quantised by {method or 'quantization_config'}"
+        advice = f"what can be read are {READABLE}"
+        if method != "compressed-tensors":
+            raise self._error(problem, advice)
+        try:
+            return read_scheme(fields)
+        except ValueError as error:
+            raise self._error(f"{problem}: {error}", advice) from None
 
     def _dtype(self) -> Dtype | None:
         name = self._fields.get("dtype") or self._fields.get("torch_dtype")

@@ -17,7 +17,7 @@ from engine.model.parameters import Parameter, head_of, parameters
 from engine.model.rope import rope_table
 from engine.model.weights import Checkpoint
 from engine.ops.base import DeviceBatch, Experts, Layer, Ops, Routing, Stack, Weight
-from engine.ops.quantized import quantize
+from engine.ops.quantized import QuantizedWeight, quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,12 @@ class Decoder:
             return checkpoint.read(table[name].tensors("weight"), dtype, device)
 
         def read_weight(parameter: Parameter, layer: int | None = None, expert: int = 0) -> Weight:
-            names = parameter.tensors("weight", layer, expert)
-            weight, bits = checkpoint.read(names, dtype, device), parameter.bits(quantization)
+            names, bits = parameter.tensors("weight", layer, expert), parameter.bits(quantization)
+            if not parameter.can_be_quantized:
+                return checkpoint.read(names, dtype, device)
+            weight = checkpoint.read_weight(names, dtype, device)
             try:
-                return weight if bits is None else quantize(weight, bits)
+                return weight if bits is None or isinstance(weight, QuantizedWeight) else quantize(weight, bits)
             except ValueError as error:
                 raise CheckpointError(f"{names[0]} cannot be quantised: {error}") from None
 
@@ -146,7 +148,9 @@ class Decoder:
 
             def weights() -> Iterator[tuple[Weight, Weight]]:
                 for expert in range(experts.count):
-                    gate_up, down = (read_weight(table[name], layer, expert) for name in ("expert_gate_up", "expert_down"))
+                    gate_up, down = (
+                        read_weight(table[name], layer, expert) for name in ("expert_gate_up", "expert_down")
+                    )
                     yield gate_up, down
 
             return ops.pack_experts(weights(), experts.count, Routing(experts.per_token, experts.normalize))
@@ -162,8 +166,9 @@ class Decoder:
             }
             layers.append(Layer(**fields, experts=load_experts(index), window=config.windows[index]))
         norm = read("norm")
-        shares = config.tie_embeddings and quantization == "none"
-        head = self._embedding if shares else read_weight(head_of(config))
+        head_row = head_of(config)
+        is_quantized = quantization != "none" or checkpoint.bits(head_row.tensors("weight")) is not None
+        head = self._embedding if config.tie_embeddings and not is_quantized else read_weight(head_row)
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
         self._ops = ops
         self._stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)

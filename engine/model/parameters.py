@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig, Quantization
-from engine.ops.quantized import GROUP, SCALE_BYTES
+from engine.model.config import ModelConfig, Quantization
 
 _EXPERT = "{expert}"
 """Stands for an expert's index in the names of its tensors."""
@@ -43,13 +42,17 @@ class Parameter:
         prefix = "" if layer is None else f"model.layers.{layer}."
         return [f"{prefix}{part.replace(_EXPERT, str(expert))}.{kind}" for part in self.parts]
 
-    def bits(self, quantization: Quantization) -> int | None:
-        """Bits of the weight's elements in memory; None if it is not quantised.
+    @property
+    def can_be_quantized(self) -> bool:
+        """True for linear layers, but not for the router, whose few weights decide which experts compute."""
+        return self.columns is not None and self.name not in ("embedding", "router")
 
-        Only linear layers are: not the router, whose few weights decide which experts compute. The head has 8 bits at
-        least: it is the last layer, so that no other evens out its errors.
+    def bits(self, quantization: Quantization) -> int | None:
+        """Bits of the weight's elements if it is quantised at start; None if it is not.
+
+        The head has 8 bits at least: it is the last layer, so that no other evens out its errors.
         """
-        if quantization == "none" or self.columns is None or self.name in ("embedding", "router"):
+        if quantization == "none" or not self.can_be_quantized:
             return None
         return 8 if quantization == "int8" or self.name == "head" else 4
 
@@ -126,18 +129,3 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                     for name, rows in zip(names, parameter.parts.values(), strict=True):
                         shapes[name] = (rows, *columns)
     return shapes
-
-
-def weight_bytes(config: ModelConfig, dtype: Dtype, quantization: Quantization) -> int:
-    """Bytes of all weights in memory."""
-    total = 0
-    table = parameters(config)
-    if quantization != "none" and config.tie_embeddings:  # the embedding is not quantised, and the head is
-        table.append(head_of(config))
-    for parameter in table:
-        count = (1 if parameter.layers is None else len(parameter.layers)) * (parameter.experts or 1)
-        rows, bits = sum(parameter.parts.values()), parameter.bits(quantization)
-        elements = rows * (1 if parameter.columns is None else parameter.columns)
-        size = elements * DTYPE_BYTES[dtype] if bits is None else elements * bits // 8 + elements // GROUP * SCALE_BYTES
-        total += count * (size + (rows * DTYPE_BYTES[dtype] if parameter.bias else 0))
-    return total

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from cpd.common.errors import CheckpointError
 from engine.model.config import load_config
+from engine.model.fingerprint import model_fingerprint
 from engine.model.parameters import expected_tensors
-from engine.model.weights import Checkpoint, model_fingerprint
+from engine.model.weights import Checkpoint
 from models.tiny import CHECKPOINT
 from tests.conftest import MakeCheckpoint
 

@@ -28,7 +28,8 @@ def test_no_element_moves_by_more_than_half_a_step(seed: int, rows: int, groups:
     error = (quantized.dequantize() - weight).unflatten(1, (-1, GROUP)).abs().amax(-1)
     # With 4 bits there are 8 steps below zero and 7 above: the largest of the other sign may be cut by a whole step.
     step = quantized.scales.float().abs()
-    assert (error <= step * (0.5 if bits == 8 else 1.0) + 127 * step * 2**-11).all()
+    rounding = torch.maximum(step * 2**-11, torch.tensor(2**-25))  # of scales to float16, where small ones are coarse
+    assert (error <= step * (0.5 if bits == 8 else 1.0) + 127 * rounding).all()
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -69,7 +69,9 @@ def test_other_activations_add_an_error_below_one_percent(ops: CpuOps, dtype: to
 def test_a_row_has_the_same_bits_beside_others(ops: CpuOps, threads: int, name: str) -> None:
     linear, x = ops.pack(random_weight(200, 96, name), None), torch.randn(300, 96)
     together = linear(x)
-    assert all(torch.equal(linear(x[i : i + count]), together[i : i + count]) for i, count in ((0, 1), (5, 2), (90, 100)))
+    assert all(
+        torch.equal(linear(x[i : i + count]), together[i : i + count]) for i, count in ((0, 1), (5, 2), (90, 100))
+    )
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -95,7 +97,10 @@ def test_experts_are_close_to_their_dequantised_weights(
 ) -> None:
     routing, hidden, width, count = Routing(3, normalize=True), 128, 96, 16
     weights = [
-        (quantize(torch.randn(2 * width, hidden) / hidden**0.5, bits), quantize(torch.randn(hidden, width) / width**0.5, bits))
+        (
+            quantize(torch.randn(2 * width, hidden) / hidden**0.5, bits),
+            quantize(torch.randn(hidden, width) / width**0.5, bits),
+        )
         for _ in range(count)
     ]
     kernels, reference = (back_end.pack_experts(iter(weights), count, routing) for back_end in (ops, TorchOps()))
