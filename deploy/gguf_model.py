@@ -1,7 +1,7 @@
 """Makes a model directory of a GGUF file: a link to the file, and what else a Hugging Face checkpoint has.
 
-Each process reads configuration, tokenizer and chat template from such a directory. It lies in the user's cache directory,
-under a digest of the file's path, size and time, so that a changed file gets a new one.
+Each process reads configuration, tokenizer and chat template from such a directory. It lies in the user's cache
+directory, under a digest of the file's path, size and time, so that a changed file gets a new one.
 """
 
 import hashlib
@@ -54,12 +54,17 @@ def directory_of(path: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
     key = f"{path} {found.st_size} {found.st_mtime_ns} {version('cpd')}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cpd", "gguf")
+    home = _home()
     directory = home / hashlib.blake2b(key.encode(), digest_size=16).hexdigest() / path.stem
     if directory.is_dir():
         return directory
     file = read_gguf(path)
-    contents = {**_config_files(file), **_tokenizer_files(file)}
+    try:
+        contents = {**_config_files(file), **_tokenizer_files(file)}
+    except CheckpointError:
+        raise
+    except Exception as error:  # of tokenizers, and of fields whose types are not what they should be
+        raise CheckpointError(f"{path} is damaged: its metadata can't be used ({error})") from error
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as scratch:
@@ -73,6 +78,10 @@ def directory_of(path: Path) -> Path:
         if not directory.is_dir():  # another process was faster
             raise CheckpointError(f"{home} can't be written ({error}); set XDG_CACHE_HOME") from None
     return directory
+
+
+def _home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cpd", "gguf")
 
 
 class _Fields:
@@ -140,8 +149,8 @@ def _config_files(file: GgufFile) -> dict[str, str]:
 def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     if "rope_freqs.weight" in fields.file.tensors:
         raise CheckpointError(
-            f"{fields.file.path} scales single frequencies of RoPE (rope_freqs.weight), which is not supported; use the "
-            "model's safetensors"
+            f"{fields.file.path} scales single frequencies of RoPE (rope_freqs.weight), which is not supported; use "
+            "the model's safetensors"
         )
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":

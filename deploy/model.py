@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cpd.common.errors import CheckpointError, CPDError
 from cpd.common.settings import ClusterSettings
+from deploy.gguf_model import directory_of
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -19,7 +20,7 @@ _SECRETS = {"api_key", "redis_url"}
 
 
 def resolve_model(model: str) -> Path:
-    """Returns the checkpoint directory for `model`: a directory, or the download of a Hugging Face id.
+    """Returns the checkpoint directory for `model`: a directory, that of a GGUF file, or the download of an id.
 
     Raises:
         CheckpointError: There is no such directory, and the hub has no such model or cannot be reached.
@@ -27,6 +28,8 @@ def resolve_model(model: str) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory.resolve()
+    if directory.suffix == ".gguf" and directory.is_file():
+        return directory_of(directory)
     if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"there is no checkpoint directory {model}")
     return _download(model)

@@ -97,7 +97,7 @@ class ModelSettings(Settings):
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="Weights of linear layers in memory: as in the checkpoint, or 8 or 4 bits in groups of 32, quantised "
+        description="Bits of linear layers' weights: as in the checkpoint, or 8 or 4 bits in groups of 32, quantised "
         "at start. On CPUs only.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -1,7 +1,7 @@
 """Reads checkpoints that llm-compressor has quantised, in the format of the library compressed-tensors.
 
-A quantised `X.weight` has `X.weight_scale` beside it; with 4 bits its numbers are in `X.weight_packed`, eight a word. Which
-layers are quantised shows in the tensors. https://github.com/vllm-project/compressed-tensors
+A quantised `X.weight` has `X.weight_scale` beside it; with 4 bits its numbers are in `X.weight_packed`, eight a word.
+Which layers are quantised shows in the tensors. https://github.com/vllm-project/compressed-tensors
 """
 
 import math
@@ -26,7 +26,7 @@ class CompressedCheckpoint(Checkpoint):
     def __init__(self, model_dir: Path, scheme: Scheme) -> None:
         if scheme.group % GROUP:
             raise CheckpointError(
-                f"{model_dir}: the weights are quantised in groups of {scheme.group}, which must be multiples of {GROUP}"
+                f"{model_dir}: weights are quantised in groups of {scheme.group}, which must be multiples of {GROUP}"
             )
         super().__init__(model_dir)
         self._scheme = scheme

@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and where its tensors are.
 
-The reader of the package `gguf` trusts all counts in a file: a false one keeps it busy for ever. This one refuses whatever
-does not fit into the file. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The reader of the package `gguf` trusts all counts in a file: a false one keeps it busy for ever. This one refuses
+whatever does not fit into the file. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
@@ -158,7 +158,7 @@ class _Header:
         return count
 
     def _text(self) -> str:
-        return self._take(self._count(1)).decode("utf-8", "surrogateescape")
+        return self._take(self._count(1)).decode("utf-8", "replace")
 
     def _take(self, count: int) -> bytes:
         if count > len(self._data) - self._at:

@@ -1,7 +1,7 @@
 """Reads the weights of a GGUF file under the names that they have in Hugging Face checkpoints.
 
-Blocks of Q8_0, Q4_0, Q4_1 and Q4_K are groups of `engine.ops.quantized` and stay what they are. Other quantised types, and
-parts of a joined weight that differ in type, are dequantised and get 8 bits.
+Blocks of Q8_0, Q4_0, Q4_1 and Q4_K are groups of `engine.ops.quantized` and stay what they are. Other quantised types,
+and parts of a joined weight that differ in type, are dequantised and get 8 bits.
 """
 
 import re
