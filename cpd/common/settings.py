@@ -91,7 +91,7 @@ class Settings(BaseSettings):
 class ModelSettings(Settings):
     """A model and the device that runs it."""
 
-    model: str = Field("", description="Checkpoint directory (config.json, safetensors) or Hugging Face id.")
+    model: str = Field("", description="Checkpoint directory (config.json, safetensors), GGUF file or Hugging Face id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of activations, weights and KV cache; auto takes the checkpoint's."
     )
@@ -417,7 +417,9 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         0, ge=0, description="Most workers that the planner starts; 0: it does not change the number of workers."
     )
 
-    model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
+    model: str = Field(
+        "", description="Checkpoint directory, GGUF file or Hugging Face id; empty serves the bundled tiny model."
+    )
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
     ray_address: str = Field("", description="Ray cluster to join, host:port or auto; empty starts a local one.")
     detach: bool = Field(
