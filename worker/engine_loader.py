@@ -76,6 +76,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
         max_queue_tokens=settings.max_queue_tokens,
         max_wait_s=settings.max_wait_s,
         host=runner.host_memory(host_bytes, checksums=settings.kv_checksum) if host_bytes else None,
+        window=runner.config.longest_window or 0,
     )
     return LoadedEngine(
         engine=engine,

@@ -186,6 +186,12 @@ class ModelConfig:
         return any(window is not None for window in self.windows)
 
     @property
+    def longest_window(self) -> int | None:
+        """The last tokens that a token attends to in any layer; None if a layer attends to all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
         """[layers, keys and values, key-value heads, tokens, head size]"""
         return self.num_layers, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim

@@ -31,6 +31,7 @@ def make_engine(directory: Path, num_pages: int, token_budget: int = 64) -> Engi
         colocation=Colocation(MODEL, token_budget=token_budget),
         max_num_seqs=16,
         max_queue_tokens=100_000,
+        window=runner.config.longest_window or 0,
     )
 
 
