@@ -58,7 +58,7 @@ def test_a_released_prefix_is_found_until_it_is_evicted() -> None:
 
 
 def test_a_long_output_fits_into_few_pages() -> None:
-    scheduler = create_scheduler(32, token_budget=256, window=64)  # pages for 512 tokens
+    scheduler = create_scheduler(32, token_budget=320, window=64)  # pages for 512 tokens
     seqs = [add(scheduler, 100, start=number, number=number) for number in range(3)]
     for _ in range(200):
         step(scheduler)
