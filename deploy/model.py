@@ -13,6 +13,7 @@ from pathlib import Path
 from cpd.common.blocks import POOL_BYTES
 from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.settings import NO_SHARED_GPU, ClusterSettings
+from deploy.gguf_model import directory_of
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -20,7 +21,7 @@ _SECRETS = {"api_key", "redis_url"}
 
 
 def resolve_model(model: str) -> Path:
-    """Returns the checkpoint directory for `model`: a directory, or the download of a Hugging Face id.
+    """Returns the checkpoint directory for `model`: a directory, that of a GGUF file, or the download of an id.
 
     Raises:
         CheckpointError: There is no such directory, and the hub has no such model or cannot be reached.
@@ -28,6 +29,8 @@ def resolve_model(model: str) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory.resolve()
+    if directory.suffix == ".gguf" and directory.is_file():
+        return directory_of(directory)
     if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"there is no checkpoint directory {model}")
     return _download(model)
@@ -165,8 +168,8 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
     from engine.execution.memory_limits import check_host_memory, check_memory, check_shared_memory, default_pool
     from engine.execution.memory_plan import count_slots, plan_memory
     from engine.execution.torch_device import explain_gpu_errors, resolve_device
+    from engine.model.checkpoint import open_checkpoint
     from engine.model.config import load_config
-    from engine.model.weights import Checkpoint
     from router.text.text_files import load_text_files
     from simulated_workers.engine import count_pages
 
@@ -175,8 +178,14 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
     if settings.simulate:
         count_pages(settings, Profile.load(settings.simulate), config)
         return "cpu", 0
-    with Checkpoint(directory) as checkpoint:
-        plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
+    with open_checkpoint(directory, config) as checkpoint:
+        plan = plan_memory(
+            config,
+            checkpoint,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            max_model_len=settings.max_model_len,
+        )
     if settings.host_kv_memory:
         count_slots(settings.host_kv_memory, plan.page_bytes)
     own = settings.prefill + settings.combined
@@ -202,6 +211,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
             plan.in_pool(settings.kv_memory)
         return settings.device, 0
     device = resolve_device(settings.device)
+    plan.check_device(device)
     on_gpu = device.type == "cuda"
     together = sharing(workers, torch.cuda.device_count()) if on_gpu else own
     with explain_gpu_errors():

@@ -59,6 +59,7 @@ class Engine:
         max_wait_s: Longest time that these requests should wait; more are refused.
         build: Makes the batches. A simulated executor, which computes nothing, needs only their sizes and samples.
         host: Host memory for evicted blocks; None: they are lost.
+        window: The last tokens, itself included, that a token attends to in any layer; 0 for all.
 
     Attributes:
         max_model_len: Maximum tokens of a sequence that can be served.
@@ -83,6 +84,7 @@ class Engine:
         max_wait_s: float = inf,
         build: BuildBatch = build_batch,
         host: HostMemory | None = None,
+        window: int = 0,
     ) -> None:
         self.max_model_len = min(max_model_len, executor.num_pages * BLOCK_SIZE)
         self.max_num_seqs = min(max_num_seqs, colocation.max_tokens)  # a step must hold one token of each
@@ -102,6 +104,7 @@ class Engine:
                 lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000, max_wait_s=max_wait_s
             ),
             prefill_ms=colocation.prefill_ms,
+            window=window,
         )
         self.colocation = colocation
         self._splits = {split.shares: split for split in executor.splits}

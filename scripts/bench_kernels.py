@@ -23,6 +23,7 @@ from engine.model.decoder import LayerByLayer
 from engine.model.rope import rope_table
 from engine.ops.base import DeviceBatch, FusedStack, Layer, Linear, Ops, Stack
 from engine.ops.cpu_ops import CpuOps
+from engine.ops.quantized import quantize
 from engine.ops.torch_ops import TorchOps
 from tests.engine.steps import step_of
 
@@ -81,12 +82,19 @@ def make_batch(case: Case, num_pages: int) -> tuple[DeviceBatch, torch.Tensor | 
     return batch, None if every else batch.query_start[1:] - 1
 
 
-def make_stack(ops: Ops, shape: Shape) -> Stack:
+def make_stack(ops: Ops, shape: Shape, bits: int | None = None, dtype: torch.dtype = DTYPE) -> Stack:
+    """A decoder with random weights.
+
+    Args:
+        bits: Bits of quantised weights; None for plain ones.
+    """
+
     def linear(n: int, k: int) -> Linear:
-        return ops.pack((torch.randn(n, k) / k**0.5).to(DTYPE), None)
+        weight = (torch.randn(n, k) / k**0.5).to(dtype)
+        return ops.pack(weight if bits is None else quantize(weight, bits), None)
 
     def ones(n: int) -> torch.Tensor:
-        return torch.ones(n, dtype=DTYPE)
+        return torch.ones(n, dtype=dtype)
 
     hidden, head_width = shape.hidden, shape.heads * shape.dim
     layers = [

@@ -53,8 +53,19 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4},
     "llama3": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 40},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -179,4 +190,4 @@ def _randomize(model: PreTrainedModel) -> None:
             elif "embed_tokens" in name:  # tied embeddings must be small, or every token would predict itself
                 parameter.normal_(0.0, 0.2 if model.config.tie_word_embeddings else 0.5)
             else:
-                parameter.normal_(0.0, 1.4 * parameter.shape[1] ** -0.5)
+                parameter.normal_(0.0, 1.4 * parameter.shape[-1] ** -0.5)

@@ -51,7 +51,7 @@ class LoadedEngine:
         memory: The KV pool as transports see it; it lives as long as the engine.
         page_bytes: Size of a page on the device; a simulated page takes less in `memory`.
         fingerprint: Equal on workers that can exchange pages.
-        dtype: The dtype of weights and pool.
+        dtype: Types of activations and weights, for people. The pool has that of activations.
         device: The device and its kernels, for people to read.
         profile: The engine predicts its steps with it.
         token_budget: Most tokens of a batch on the whole device; 0: derived from the profile.

@@ -43,6 +43,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
     runner = TorchRunner(
         directory,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         device=settings.device,
         kv_bytes=settings.kv_memory,
         gpu_memory=settings.gpu_memory,
@@ -79,6 +80,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
         max_queue_tokens=settings.max_queue_tokens,
         max_wait_s=settings.max_wait_s,
         host=runner.host_memory(host_bytes, checksums=settings.kv_checksum) if host_bytes else None,
+        window=runner.config.longest_window or 0,
     )
     return LoadedEngine(
         engine=engine,

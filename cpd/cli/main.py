@@ -71,7 +71,7 @@ app.command("doctor")(command(ClusterSettings, _doctor))
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or Hugging Face id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory, GGUF file or Hugging Face id.")],
 ) -> None:
     """Serve a model with one worker, as `vllm serve` does. Takes vLLM's flags (docs/from-vllm.md) and `cpd up`'s."""
     from cpd.cli.serve import translated

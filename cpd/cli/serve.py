@@ -45,6 +45,13 @@ ONE_VALUE: Mapping[str, Mapping[str, Sequence[str]]] = {
     "--generation-config": {"auto": (), "vllm": ("--sampling-defaults", "openai")},
     "--kv-cache-dtype": {"auto": ()},
     "--pipeline-parallel-size": {"1": ()},
+    "--quantization": {
+        "compressed-tensors": (),
+        "gguf": (),
+        "none": (),
+        "int8": ("--quantization", "int8"),
+        "int4": ("--quantization", "int4"),
+    },
     "--seed": {"0": ()},
     "--task": {"auto": (), "generate": ()},
     "--tensor-parallel-size": {"1": ()},
@@ -65,7 +72,6 @@ MISSING: Mapping[str, str] = {
     "--chat-template": "the model's own template is used",
     "--enable-lora": "adapters are not supported",
     "--reasoning-config": "reasoning is known by its tags; thinking_token_budget works without",
-    "--quantization": "quantised weights are not supported yet",
     "--speculative-config": "speculative decoding is not supported",
     "--tokenizer": "the checkpoint's own tokenizer is used",
 }

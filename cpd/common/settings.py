@@ -48,7 +48,7 @@ _ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5
 MOST_SLO_MS = 1e9
 """Longest latency target, in ms (eleven days)."""
 
-OF_MODEL = ("model", "dtype", "max_model_len", "kv_memory", "prefill", "combined", "fairness", "sleep")
+OF_MODEL = ("model", "dtype", "quantization", "max_model_len", "kv_memory", "prefill", "combined", "fairness", "sleep")
 """Settings that an entry of `models` may have."""
 
 SHARED_DEVICE = ("staging_memory", "residency", "fairness", "sleep")
@@ -109,9 +109,14 @@ class Settings(BaseSettings):
 class ModelSettings(Settings):
     """A model and the device that runs it."""
 
-    model: str = Field("", description="Checkpoint directory (config.json, safetensors) or Hugging Face id.")
+    model: str = Field("", description="Checkpoint directory (config.json, safetensors), GGUF file or Hugging Face id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV cache; auto takes the checkpoint's."
+        "auto", description="Type of activations, weights and KV cache; auto takes the checkpoint's."
+    )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="Bits of linear layers' weights: as in the checkpoint, or 8 or 4 bits in groups of 32, quantised "
+        "at start. On CPUs only.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to run; auto takes GPUs if there are any."
@@ -495,7 +500,9 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
         0, ge=0, description="Most workers that the planner starts; 0: it does not change the number of workers."
     )
 
-    model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
+    model: str = Field(
+        "", description="Checkpoint directory, GGUF file or Hugging Face id; empty serves the bundled tiny model."
+    )
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
     ray_address: str = Field("", description="Ray cluster to join, host:port or auto; empty starts a local one.")
     detach: bool = Field(

@@ -75,6 +75,10 @@ class Executor(Protocol):
         """Number of pages in the KV pool."""
 
     @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary: token ids are below it."""
+
+    @property
     def full(self) -> Lane:
         """The lane that is the whole device."""
 

@@ -1,14 +1,17 @@
 """Plans the memory of a model from a checkpoint's headers and the settings: types, context length, pages."""
 
 import logging
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from cpd.common.blocks import BLOCK_SIZE
-from cpd.common.errors import CheckpointError, ConfigError
-from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig
-from engine.model.parameters import expected_tensors
+from cpd.common.errors import ConfigError
+from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig, Quantization
+from engine.model.parameters import Parameter, expected_tensors, head_of, parameters
 from engine.model.weights import Checkpoint
+from engine.ops.quantized import GROUP, SCALE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +24,13 @@ class MemoryPlan:
     """How a checkpoint will be served.
 
     Attributes:
-        config: Configuration with the `max_model_len` that a large enough pool allows.
+        config: Configuration with the `max_model_len` that a large enough pool allows, and only those sliding windows
+            that are shorter.
         tensors: Shape of every tensor that is read.
-        dtype: Type of the weights.
+        dtype: Type of activations, and of weights that are not quantised.
         kv_dtype: Type of the KV pool.
-        weight_bytes: Size of all weights in that type.
+        bits: Sizes of the elements of quantised weights; empty if there are none.
+        weight_bytes: Size of all weights in memory.
         page_bytes: Size of one page of the KV pool.
     """
 
@@ -33,6 +38,7 @@ class MemoryPlan:
     tensors: dict[str, tuple[int, ...]]
     dtype: Dtype
     kv_dtype: Dtype
+    bits: frozenset[int]
     weight_bytes: int
     page_bytes: int
 
@@ -48,14 +54,32 @@ class MemoryPlan:
             log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", tokens, length)
         return replace(self.config, max_model_len=min(length, tokens)), num_pages
 
+    @property
+    def types(self) -> str:
+        """Types of activations and weights, for people."""
+        if not self.bits:
+            return self.dtype
+        return f"{self.dtype} with {' and '.join(f'int{bits}' for bits in sorted(self.bits))} weights"
 
-def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int) -> MemoryPlan:
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if the device does not compute quantised weights."""
+        if not self.bits:
+            return
+        if device.type != "cpu":
+            raise ConfigError("quantised weights run on CPUs only; use --device cpu, or weights that are not quantised")
+        if self.dtype == "float16":
+            raise ConfigError("quantised weights are not computed in float16; use --dtype bfloat16")
+
+
+def plan_memory(
+    config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int, quantization: Quantization = "none"
+) -> MemoryPlan:
     """Checks a checkpoint against the settings, in milliseconds: no weights are read.
 
     Args:
         config: As `load_config` returned it.
         checkpoint: Tensors of the same directory.
-        dtype, max_model_len: See `engine.execution.runner.TorchRunner`.
+        dtype, max_model_len, quantization: See `engine.execution.runner.TorchRunner`.
 
     Raises:
         CheckpointError: The directory cannot be served.
@@ -66,13 +90,17 @@ def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_
     tensors = expected_tensors(config)
     checkpoint.check(tensors)
     weights = _resolve_dtype(dtype, config, checkpoint)
+    sizes = list(_sizes(config, checkpoint, quantization))
+    _check_groups(sizes)
+    length = _resolve_length(max_model_len, config)
     kv_dtype = weights  # attention kernels take queries and pages of one type
     return MemoryPlan(
-        config=replace(config, max_model_len=_resolve_length(max_model_len, config)),
+        config=replace(config, max_model_len=length, windows=_effective_windows(config, length)),
         tensors=tensors,
         dtype=weights,
         kv_dtype=kv_dtype,
-        weight_bytes=DTYPE_BYTES[weights] * sum(math.prod(shape) for shape in tensors.values()),
+        bits=frozenset(bits for _, bits in sizes if bits is not None),
+        weight_bytes=sum(_bytes_of(parameter, bits, DTYPE_BYTES[weights]) for parameter, bits in sizes),
         page_bytes=config.page_bytes(kv_dtype),
     )
 
@@ -97,17 +125,60 @@ def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dt
     raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
 
 
+def _sizes(
+    config: ModelConfig, checkpoint: Checkpoint, quantization: Quantization
+) -> Iterator[tuple[Parameter, int | None]]:
+    """Yields the parameters of each layer and expert, with the bits of their weights' elements if those are quantised.
+
+    Raises:
+        ConfigError: Quantised weights are to be quantised.
+    """
+    for parameter in parameters(config):
+        for layer in [None] if parameter.layers is None else parameter.layers:
+            for expert in range(parameter.experts or 1):
+                yield (
+                    parameter,
+                    _bits_of(parameter, parameter.tensors("weight", layer, expert), checkpoint, quantization),
+                )
+    if config.tie_embeddings:  # a quantised head is a copy of the embedding, which is not
+        head = head_of(config)
+        bits = _bits_of(head, head.tensors("weight"), checkpoint, quantization)
+        if bits is not None:
+            yield head, bits
+
+
+def _bits_of(parameter: Parameter, names: list[str], checkpoint: Checkpoint, quantization: Quantization) -> int | None:
+    stored = checkpoint.bits(names) if parameter.can_be_quantized else None
+    if stored is not None and quantization != "none":
+        raise ConfigError(f"the weights are quantised already ({names[0]} has {stored} bits); use --quantization none")
+    return stored or parameter.bits(quantization)
+
+
+def _bytes_of(parameter: Parameter, bits: int | None, element_bytes: int) -> int:
+    rows = sum(parameter.parts.values())
+    elements = rows * (1 if parameter.columns is None else parameter.columns)
+    weight = elements * element_bytes if bits is None else elements * bits // 8 + elements // GROUP * SCALE_BYTES
+    return weight + (rows * element_bytes if parameter.bias else 0)
+
+
+def _check_groups(sizes: list[tuple[Parameter, int | None]]) -> None:
+    for parameter, bits in sizes:
+        if bits is not None and parameter.columns is not None and parameter.columns % GROUP:
+            raise ConfigError(
+                f"quantised weights have groups of {GROUP} columns, which do not divide the {parameter.columns} of "
+                f"{next(iter(parameter.parts))}; use weights that are not quantised"
+            )
+
+
 def _resolve_length(wanted: int, config: ModelConfig) -> int:
     limit = config.max_model_len
     if wanted > limit:
         raise ConfigError(f"--max-model-len {wanted} is over the checkpoint's limit of {limit} tokens")
-    length = wanted or limit
-    if config.sliding_window is not None and config.sliding_window < length:
-        raise CheckpointError(
-            f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
-            f"it can only be served with --max-model-len {config.sliding_window} or less"
-        )
-    return length
+    return wanted or limit
+
+
+def _effective_windows(config: ModelConfig, length: int) -> tuple[int | None, ...]:
+    return tuple(None if window is None or window >= length else window for window in config.windows)
 
 
 def _count_pages(kv_bytes: int, page_bytes: int) -> int:

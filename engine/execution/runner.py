@@ -19,9 +19,10 @@ from engine.execution.memory_plan import count_slots, plan_memory
 from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
 from engine.execution.torch_device import resolve_device
-from engine.model.config import load_config
+from engine.model.checkpoint import open_checkpoint
+from engine.model.config import Quantization, load_config
 from engine.model.decoder import Decoder
-from engine.model.weights import Checkpoint, model_fingerprint
+from engine.model.fingerprint import model_fingerprint
 from engine.ops import make_ops
 from engine.ops.base import Heads
 
@@ -33,7 +34,7 @@ class TorchRunner:
 
     Attributes:
         config: Model configuration; its `max_model_len` is the one served.
-        dtype: Type of the weights.
+        dtype: Types of activations and weights, for people.
         num_pages: Pages in the pool.
         page_bytes: Bytes of one page.
         pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D], of the KV type.
@@ -50,6 +51,7 @@ class TorchRunner:
         device: str,
         kv_bytes: int | None,
         max_model_len: int,
+        quantization: Quantization = "none",
         gpu_memory: float = 1.0,
         max_num_seqs: int = 128,
         graphs: bool = True,
@@ -64,6 +66,7 @@ class TorchRunner:
             device: cpu, cuda, or auto for a GPU if there is one.
             kv_bytes: Bytes of the KV pool; None for `engine.execution.memory_limits.default_pool`.
             max_model_len: Longest prompt plus output in tokens; 0 for the checkpoint's limit.
+            quantization: How to quantise the weights of linear layers.
             gpu_memory: Share of a GPU's memory that the runner may use, if `kv_bytes` is None.
             max_num_seqs: Most sequences in one step.
             graphs: True to capture a GPU's decode steps as CUDA graphs.
@@ -77,24 +80,25 @@ class TorchRunner:
         """
         self._model_dir = model_dir
         config = load_config(model_dir)
-        with Checkpoint(model_dir) as checkpoint:
-            plan = plan_memory(config, checkpoint, dtype=dtype, max_model_len=max_model_len)
+        with open_checkpoint(model_dir, config) as checkpoint:
+            plan = plan_memory(config, checkpoint, dtype=dtype, quantization=quantization, max_model_len=max_model_len)
             self._tensors = plan.tensors
-            self.dtype, self.page_bytes = plan.dtype, plan.page_bytes
+            self.dtype, self.page_bytes = plan.types, plan.page_bytes
             torch_dtype, kv_dtype = (getattr(torch, name) for name in (plan.dtype, plan.kv_dtype))
             self._device = resolve_device(device)
+            plan.check_device(self._device)
             if kv_bytes is None:
                 kv_bytes = default_pool(self._device, plan.weight_bytes, plan.page_bytes, gpu_memory)
             self.config, self.num_pages = config, _ = plan.in_pool(kv_bytes)
             check_memory(self._device, plan.weight_bytes, kv_bytes)
             if unused := checkpoint.unused(plan.tensors):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
-            self.fingerprint = model_fingerprint(model_dir, config, plan.dtype, plan.kv_dtype)
+            self.fingerprint = model_fingerprint(model_dir, config, plan.dtype, plan.kv_dtype, quantization)
             progress = on_progress or (lambda _what, _fraction: None)
-            heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+            heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.has_windows)
             with torch.inference_mode():
                 progress("preparing kernels", 0.0)  # takes minutes the first time on a GPU
-                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
+                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs, bool(plan.bits))
                 progress("preparing kernels", 1.0)
                 self.kernels = ops.kernels
                 self._model = model = Decoder(
@@ -104,6 +108,7 @@ class TorchRunner:
                     torch_dtype,
                     self._device,
                     lambda fraction: progress("loading weights", fraction),
+                    quantization,
                 )
         self._max_num_seqs = max_num_seqs
         sampler = Sampler(config.vocab_size, self._device, ops.top_k)
@@ -112,6 +117,10 @@ class TorchRunner:
         if self._device.type == "cuda":
             from engine.execution.cuda.setup import make_lanes
 
+            if graphs and config.experts is not None:
+                log.warning(
+                    "models with experts run without CUDA graphs: which experts are used is decided in the step"
+                )
             pool = _zeros((self.num_pages + 1, *config.page_shape), kv_dtype, self._device)
             self._cuda = make_lanes(
                 model,
@@ -119,7 +128,7 @@ class TorchRunner:
                 sampler,
                 pool,
                 max_model_len=config.max_model_len,
-                max_decodes=max_num_seqs if graphs else 0,
+                max_decodes=max_num_seqs if graphs and config.experts is None else 0,
                 split=lanes,
                 on_progress=progress,
             )
@@ -132,6 +141,11 @@ class TorchRunner:
             self.full = CallerLane(step, cores)
             prefill_step = ModelStep(model.with_own_workspaces(), kv, sampler, self._device)
             self.splits = make_splits(step, prefill_step, cores) if lanes else []
+
+    @property
+    def vocab_size(self) -> int:
+        """See `engine.execution.executor.Executor`."""
+        return self.config.vocab_size
 
     def warm_up(self, max_tokens: int) -> None:
         """Runs the largest possible steps on a GPU, so that it runs out of memory now or never.
@@ -187,7 +201,7 @@ class TorchRunner:
         return ModelMemory(self._model.weights(), self.pool, self._read_again, str(self._model_dir))
 
     def _read_again(self) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
-        with Checkpoint(self._model_dir) as checkpoint:
+        with open_checkpoint(self._model_dir, self.config) as checkpoint:
             checkpoint.check(self._tensors)
             yield from self._model.read_again(checkpoint)
 

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family (Llama 2 and 3, Mistral, Qwen2, Qwen3) over a paged KV pool.
+"""The decoder of the Llama family (Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3) over a paged KV pool.
 
 The order of operations and of roundings is transformers', so that in float32 both choose the same tokens.
 """
@@ -11,11 +11,13 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.nn.functional as F
 
-from engine.model.config import ModelConfig
-from engine.model.parameters import Parameter, parameters
+from cpd.common.errors import CheckpointError
+from engine.model.config import ExpertsConfig, ModelConfig, Quantization
+from engine.model.parameters import Parameter, head_of, parameters
 from engine.model.rope import rope_table
 from engine.model.weights import Checkpoint
-from engine.ops.base import DeviceBatch, Layer, Linear, Ops, Stack
+from engine.ops.base import DeviceBatch, Experts, Layer, Linear, Ops, Routing, Stack, Weight
+from engine.ops.quantized import QuantizedWeight, quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class LayerByLayer:
 
     def attention(self, index: int, q: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """The attention of a layer: [T, Hq, D] -> [T, Hq · D]"""
-        return self.ops.attention(q, kv[index], batch, self.stack.scale)
+        return self.ops.attention(q, kv[index], batch, self.stack.scale, self.stack.layers[index].window)
 
     def next_queries(
         self, index: int, x: torch.Tensor, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor]
@@ -81,14 +83,19 @@ class LayerByLayer:
     def _after_attention(self, index: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         ops, stack, layer = self.ops, self.stack, self.stack.layers[index]
         x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, stack.eps)
-        x = layer.down(ops.silu_mul(layer.gate_up(x)))
+        if layer.experts is not None and layer.router is not None:
+            x = layer.experts(x, layer.router(x))
+        else:
+            assert layer.gate_up is not None, "a layer has an MLP or experts"
+            assert layer.down is not None
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
         norm = stack.norm if index + 1 == len(stack.layers) else stack.layers[index + 1].input_norm
         stack.progress[0] += 1
         return ops.add_rms_norm(x, residual, norm, stack.eps)
 
 
-Part = torch.Tensor | Linear
-"""A vector, table or linear layer of a decoder."""
+Part = torch.Tensor | Linear | Experts
+"""A vector or table of a decoder, a linear layer, or a layer's experts."""
 
 P = TypeVar("P", bound=Part)
 
@@ -104,13 +111,18 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: Callable[[float], None],
+        quantization: Quantization = "none",
     ) -> None:
-        """Reads the weights. Peak memory is the final size plus about one fused tensor.
+        """Reads the weights. Peak memory is the final size plus about one fused tensor, or one expert's.
 
         Args:
             config: Its `max_model_len` bounds the positions.
             checkpoint: Already checked against `expected_tensors(config)`.
+            dtype: Type of activations, and of weights that are not quantised.
             on_progress: Called with the fraction that is loaded.
+
+        Raises:
+            CheckpointError: A weight cannot be quantised.
         """
 
         table = {parameter.name: parameter for parameter in parameters(config)}
@@ -119,12 +131,33 @@ class Decoder:
         def tensor(parameter: Parameter, layer: int | None = None) -> Callable[[Checkpoint], torch.Tensor]:
             return lambda source: source.read(parameter.tensors("weight", layer), dtype, device)
 
+        def weight(source: Checkpoint, parameter: Parameter, layer: int | None = None, expert: int = 0) -> Weight:
+            names, bits = parameter.tensors("weight", layer, expert), parameter.bits(quantization)
+            if not parameter.can_be_quantized:
+                return source.read(names, dtype, device)
+            found = source.read_weight(names, dtype, device)
+            try:
+                return found if bits is None or isinstance(found, QuantizedWeight) else quantize(found, bits)
+            except ValueError as error:
+                raise CheckpointError(f"{names[0]} cannot be quantised: {error}") from None
+
         def linear(parameter: Parameter, layer: int | None = None) -> Callable[[Checkpoint], Linear]:
             def read(source: Checkpoint) -> Linear:
                 bias = source.read(parameter.tensors("bias", layer), dtype, device) if parameter.bias else None
-                return ops.pack(tensor(parameter, layer)(source), bias)
+                return ops.pack(weight(source, parameter, layer), bias)
 
             return read
+
+        def experts(settings: ExpertsConfig, layer: int) -> Callable[[Checkpoint], Experts]:
+            def weights(source: Checkpoint) -> Iterator[tuple[Weight, Weight]]:
+                for expert in range(settings.count):
+                    gate_up, down = (
+                        weight(source, table[name], layer, expert) for name in ("expert_gate_up", "expert_down")
+                    )
+                    yield gate_up, down
+
+            routing = Routing(settings.per_token, settings.normalize)
+            return lambda source: ops.pack_experts(weights(source), settings.count, routing)
 
         def load(read: Callable[[Checkpoint], P]) -> P:
             part = read(checkpoint)
@@ -138,13 +171,21 @@ class Decoder:
         layers: list[Layer] = []
         for index in range(config.num_layers):
             on_progress(index / config.num_layers)
-            layers.append(Layer(**{name: in_layer(row, index) for name, row in table.items() if row.per_layer}))
+            fields = {
+                name: in_layer(row, index)
+                for name, row in table.items()
+                if row.layers is not None and index in row.layers and not row.experts
+            }
+            if config.experts is not None and index in config.experts.layers:
+                fields["experts"] = load(experts(config.experts, index))
+            layers.append(Layer(**fields, window=config.windows[index]))
         norm = load(tensor(table["norm"]))
-        if "head" in table:
-            head = load(linear(table["head"]))
-        else:
+        head_row = head_of(config)
+        if config.tie_embeddings and quantization == "none" and checkpoint.bits(head_row.tensors("weight")) is None:
             head = ops.pack(self._embedding, None)
-            parts.append((head, linear(table["embedding"])))
+            parts.append((head, linear(head_row)))
+        else:
+            head = load(linear(head_row))
         cos_sin = load(lambda _: rope_table(config.rope, config.head_dim, config.max_model_len, device))
         self._parts = parts
         self._ops = ops
@@ -156,6 +197,11 @@ class Decoder:
     def progress(self) -> int:
         """Number that grows while steps are computed, on a CPU with each layer. Thread-safe."""
         return int(self._stack.progress[0])
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of experts' weights read so far, on a CPU. Thread-safe."""
+        return int(self._stack.expert_bytes[0])
 
     def weights(self) -> list[torch.Tensor]:
         """Returns all tensors that steps read."""
@@ -220,7 +266,4 @@ class Decoder:
 
 
 def _tensors(part: Part) -> list[torch.Tensor]:
-    """Returns the tensors of a part."""
-    if isinstance(part, torch.Tensor):
-        return [part]
-    return [part.weight] if part.bias is None else [part.weight, part.bias]
+    return [part] if isinstance(part, torch.Tensor) else part.tensors()

@@ -10,7 +10,7 @@ from engine.model.config import RopeConfig
 def rope_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> torch.Tensor:
     """Computes cosines and sines of every position: float32 [length, head_dim], cosines in the first half.
 
-    As in transformers, they are computed in float32 from whole positions.
+    The order of operations is that of transformers, so that each number has the same bits.
     """
     positions = torch.arange(length, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim)  # [length, D / 2]
@@ -33,12 +33,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Interpolates long wavelengths, leaves short ones, blends those between (Llama 3.1)."""
-    rotations = rope.original_max_position / (2 * math.pi / frequencies)  # over the original context
-    scaled = frequencies / rope.factor
-    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - smooth) * scaled + smooth * frequencies
-    unscaled_or_blended = torch.where(rotations > rope.high_freq_factor, frequencies, blended)
-    return torch.where(rotations < rope.low_freq_factor, scaled, unscaled_or_blended)
+    original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    interpolated = torch.where(wavelengths > original / low, frequencies / rope.factor, frequencies)
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * interpolated / rope.factor + smooth * interpolated
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, interpolated)
 
 
 def _yarn(rope: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint directory, and digests them.
+"""Reads the weights of a checkpoint directory.
 
 Files are memory-mapped: a tensor uses memory only in its final place.
 """
@@ -6,22 +6,19 @@ Files are memory-mapped: a tensor uses memory only in its final place.
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import CheckpointError
-from engine.model.config import Dtype, ModelConfig, read_json
+from engine.model.config import Dtype, read_json
+from engine.ops.base import Weight
 
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX = "model.safetensors.index.json"
-_WHOLE_BYTES = 64 << 10
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,10 @@ class Checkpoint:
             return "float32"
         return _TORCH_DTYPES[entry.dtype]  # type: ignore[return-value]
 
+    def stored(self, name: str) -> TensorEntry | None:
+        """Returns where a weight is, and its type and shape; None if it is missing."""
+        return self._entries.get(name)
+
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Checks, from the headers alone, that every expected tensor exists with its shape and a supported type.
 
@@ -81,7 +82,7 @@ class Checkpoint:
             CheckpointError: A tensor is missing or wrong; the message names it.
         """
         for name, shape in expected.items():
-            entry = self._entries.get(name)
+            entry = self.stored(name)
             if entry is None:
                 raise CheckpointError(
                     f"{self._dir}: tensor {name} is missing; the checkpoint is incomplete or its config.json is of "
@@ -109,47 +110,28 @@ class Checkpoint:
         joined = torch.empty(rows, *entries[0].shape[1:], dtype=dtype, device=device)
         start = 0
         for name, entry in zip(names, entries, strict=True):
-            joined[start : start + entry.shape[0]].copy_(self._file(entry.path).get_tensor(name))
+            joined[start : start + entry.shape[0]].copy_(self._tensor(name))
             start += entry.shape[0]
         return joined
+
+    def bits(self, names: Sequence[str]) -> int | None:
+        """Returns the bits of the elements of which `read_weight` makes a quantised weight; None if it makes none."""
+        return None
+
+    def read_weight(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Weight:
+        """Reads the weight of a linear layer, quantised if it is so in the checkpoint; otherwise as `read`."""
+        return self.read(names, dtype, device)
 
     def entries(self) -> Iterator[tuple[str, TensorEntry]]:
         """Yields all tensors in the order of their names."""
         yield from sorted(self._entries.items())
 
-    def _file(self, path: Path) -> Any:
+    def _tensor(self, name: str) -> torch.Tensor:
+        path = self._entries[name].path
         if path not in self._files:
             self._files[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
-        return self._files[path]
-
-
-def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dtype: Dtype) -> bytes:
-    """Digests everything that a KV page's content depends on. Workers with equal digests can exchange pages.
-
-    The digest (16 bytes) covers the model's shape, the types of weights and pages, the block size, and each tensor's
-    name, type, shape and samples of its bytes, so that two fine-tunes of one model differ. Sharding makes no
-    difference.
-    """
-    essentials = asdict(config)
-    for without_effect in ("max_model_len", "dtype", "sliding_window"):
-        del essentials[without_effect]
-    digest = blake2b(json.dumps([essentials, dtype, kv_dtype, BLOCK_SIZE], sort_keys=True).encode(), digest_size=16)
-    with Checkpoint(model_dir) as checkpoint, contextlib.ExitStack() as stack:
-        files = {}
-        for name, entry in checkpoint.entries():
-            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
-            if entry.path not in files:
-                files[entry.path] = stack.enter_context(entry.path.open("rb"))
-            size = entry.end - entry.begin
-            if size <= _WHOLE_BYTES:
-                spans = [(0, size)]
-            else:
-                last = size - _SAMPLE_BYTES
-                spans = [(last * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
-            for offset, length in spans:
-                files[entry.path].seek(entry.begin + offset)
-                digest.update(files[entry.path].read(length))
-    return digest.digest()
+        tensor: torch.Tensor = self._files[path].get_tensor(name)
+        return tensor
 
 
 def _files(model_dir: Path) -> Path | dict[str, Path]:

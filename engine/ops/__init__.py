@@ -11,6 +11,7 @@ import sysconfig
 
 import torch
 
+from cpd.common.errors import ConfigError
 from engine.ops.base import Heads, Ops
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.flashinfer_ops import HEAD_DIMS, FlashInferOps
@@ -33,11 +34,17 @@ _GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Subclasses of RuntimeError that another back end would not avoid."""
 
 
-def make_ops(device: torch.device, dtype: torch.dtype, heads: Heads, max_decodes: int = 1) -> Ops:
+def make_ops(
+    device: torch.device, dtype: torch.dtype, heads: Heads, max_decodes: int = 1, quantized: bool = False
+) -> Ops:
     """Makes the fastest ops that work on this machine.
 
     Args:
         max_decodes: Most decodes of one step.
+        quantized: True if weights are quantised; then the device is a CPU.
+
+    Raises:
+        ConfigError: Weights are quantised, and the kernels for them are not available.
     """
     if device.type == "cuda":
         return make_cuda_ops(device, dtype, heads, max_decodes)
@@ -45,6 +52,8 @@ def make_ops(device: torch.device, dtype: torch.dtype, heads: Heads, max_decodes
         try:
             return CpuOps()
         except KernelsUnavailableError as error:
+            if quantized:
+                raise ConfigError(f"quantised weights need the compiled CPU kernels: {error}") from None
             log.warning("the compiled CPU kernels are not available; using slower ones: %s", error)
     return TorchOps()
 
@@ -96,4 +105,6 @@ def _without_flashinfer(device: torch.device, dtype: torch.dtype, heads: Heads) 
         return f"FlashInfer has no kernels for {dtype}; use --dtype bfloat16"
     if heads.dim not in HEAD_DIMS:
         return f"FlashInfer has no kernels for a head size of {heads.dim}"
+    if heads.windows:
+        return "of FlashInfer's kernels those for sliding windows are not used"
     return None

@@ -3,49 +3,45 @@
 `make_ops` in `engine/ops/__init__.py` chooses one.
 
 Letters in shapes: T tokens of the step, S sequences, H hidden size, Hq query heads, Hkv key-value heads, D head size,
-I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
+I width of an MLP, E experts of a layer, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
 
 A layer's view of the KV pool is `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], strided over pages and contiguous within
 a page. The second dimension holds keys, then values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from engine.batch import Batch
 from engine.ops.buffers import upload_arrays
+from engine.ops.quantized import QuantizedWeight
+
+Weight = torch.Tensor | QuantizedWeight
 
 
 class Linear(Protocol):
     """A packed linear layer."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight in the back end's own layout."""
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias. [out]"""
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns all tensors that it reads."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Computes x @ weight.T + bias: [T, in] -> [T, out]"""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchLinear:
-    """A linear layer that torch computes."""
+class Experts(Protocol):
+    """A layer's packed experts."""
 
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns all tensors that they read."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, router_output: torch.Tensor) -> torch.Tensor:
+        """Computes the weighted sum of what a token's experts make of it: [T, H], router's output [T, E] -> [T, H]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +99,54 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Shape of a model's attention."""
+    """Shape of a model's attention.
+
+    Attributes:
+        windows: True if a layer has a sliding window.
+    """
 
     num_q: int
     num_kv: int
     dim: int
+    windows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's output becomes weights of experts.
+
+    A token is computed by the `per_token` experts with the largest probabilities, of equal ones by the first. The
+    probabilities are the softmax of the router's output.
+
+    Attributes:
+        normalize: True if the weights of a token's experts are divided by their sum.
+    """
+
+    per_token: int
+    normalize: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a decoder. `engine.model.parameters` has the same names."""
+    """One layer of a decoder. `engine.model.parameters` has the same names.
+
+    A layer has an MLP, which is `gate_up` and `down`, or `router` and `experts`.
+
+    Attributes:
+        window: The last tokens, itself included, that a token attends to; None for all.
+    """
 
     input_norm: torch.Tensor  # [H]
     qkv: Linear  # H -> (Hq + 2 Hkv) · D
     o: Linear  # Hq · D -> H
     post_norm: torch.Tensor  # [H]
-    gate_up: Linear  # H -> 2I
-    down: Linear  # I -> H
+    gate_up: Linear | None = None  # H -> 2I
+    down: Linear | None = None  # I -> H
+    router: Linear | None = None  # H -> E
+    experts: Experts | None = None  # H, E -> H
     q_norm: torch.Tensor | None = None  # [D]
     k_norm: torch.Tensor | None = None  # [D]
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +158,7 @@ class Stack:
         eps: Epsilon of all norms.
         scale: Factor of the attention scores.
         progress: Counter of computed layers, which shows that a long step is not stuck. int64 [1]
+        expert_bytes: Counter of the bytes of experts' weights that a `FusedStack` has read. int64 [1]
     """
 
     layers: Sequence[Layer]
@@ -142,6 +168,7 @@ class Stack:
     eps: float
     scale: float
     progress: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    expert_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +223,17 @@ class Ops(Protocol):
     def prepare(self, batch: DeviceBatch) -> None:
         """Plans a step for all layers. Called before the batch's first `rope_store` and `attention`."""
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """Makes a linear layer of weight [out, in] and bias [out]. It may repack them: drop other references."""
+
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int, routing: Routing) -> Experts:
+        """Makes a layer's experts.
+
+        Args:
+            weights: Each expert's gates and ups [2I, H], gate first, and down [H, I]. Those of one expert are packed
+                before the next one's are asked for, so that few are in memory twice.
+            count: E
+        """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Returns x / sqrt(mean(x²) + eps) · weight: [T, H] -> new [T, H]. Does not change `x`."""
@@ -234,7 +270,9 @@ class Ops(Protocol):
             Queries [T, Hq, D].
         """
 
-    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float, window: int | None = None
+    ) -> torch.Tensor:
         """Computes causal attention over the paged context. The step's own keys and values are already stored.
 
         Query i of sequence s has the position `context_lens[s] - query_len[s] + i`, and attends to that and all earlier
@@ -243,6 +281,7 @@ class Ops(Protocol):
         Args:
             q: [T, Hq, D], scratch.
             kv: [num_pages, 2, Hkv, BS, D]
+            window: The last positions, its own included, that a query attends to; None for all.
 
         Returns:
             [T, Hq · D]

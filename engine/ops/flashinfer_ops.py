@@ -194,7 +194,10 @@ class FlashInferOps(TritonOps):
             )
         self._staged.record()
 
-    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        assert window is None, "FlashInfer is not chosen for models with windows"
         out = torch.empty_like(q) if self._buffers is None else self._buffers.attended[: len(q)].view(q.shape)
         d = batch.num_decodes
         if d:
@@ -283,7 +286,10 @@ class GraphedDecodeOps(TritonOps):
                 )
         self._staged.record()
 
-    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        assert window is None, "FlashInfer is not chosen for models with windows"
         out = torch.empty_like(q)
         _run(self._wrapper, q, kv, scale, out)
         return out.view(self._size, -1)

@@ -1,15 +1,17 @@
 """Ops of plain torch: correct on every device, fast on none. The fallback, and the tests' reference for the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 
 from cpd.common.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch, FixedBuffers, FusedStack, Linear, Ops, Stack, TorchLinear
+from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Linear, Ops, Routing, Stack, Weight
 from engine.ops.buffers import upload
+from engine.ops.quantized import QuantizedWeight
 
 _DECODES_AT_ONCE = 16
 """Decodes whose contexts are gathered together, padded to one length."""
@@ -25,7 +27,7 @@ class _Decodes:
     start: int
     stop: int
     pages: torch.Tensor  # int64 [n, B]
-    mask: torch.Tensor  # bool [n, B * BS], True inside the context
+    distance: torch.Tensor  # int32 [n, B * BS], from a position to the query; negative outside the context
 
 
 @dataclass(slots=True)
@@ -67,16 +69,22 @@ class TorchOps:
             stop = min(start + _DECODES_AT_ONCE, batch.num_decodes)
             blocks = -(-int(lens[start:stop].max()) // BLOCK_SIZE)
             positions = torch.arange(blocks * BLOCK_SIZE, device=slots.device)
-            mask = positions < batch.context_lens[start:stop, None]
-            plan.decodes.append(_Decodes(start, stop, tables[start:stop, :blocks], mask))
+            distance = batch.context_lens[start:stop, None] - 1 - positions
+            plan.decodes.append(_Decodes(start, stop, tables[start:stop, :blocks], distance))
         for s in range(batch.num_decodes, batch.num_seqs):
             start, stop, context = int(starts[s]), int(starts[s + 1]), int(lens[s])
             blocks = -(-context // BLOCK_SIZE)
             plan.prefills.append(_Prefill(start, stop, context - (stop - start), tables[s : s + 1, :blocks]))
         self._plan = plan
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def pack(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            return DequantizedLinear(weight.dequantize(), None if bias is None else bias.float())
         return TorchLinear(weight, bias)
+
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int, routing: Routing) -> Experts:
+        gate_up, down = zip(*((self.pack(first, None), self.pack(last, None)) for first, last in weights), strict=True)
+        return TorchExperts(gate_up, down, routing)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -109,7 +117,9 @@ class TorchOps:
         kv[self._plan.pages, :, :, self._plan.offsets] = heads[:, num_q:].view(-1, 2, kv_heads, dim)
         return heads[:, :num_q]
 
-    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+    def attention(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float, window: int | None = None
+    ) -> torch.Tensor:
         assert self._plan is not None
         num_tokens, num_q, dim = q.shape
         kv_heads = kv.shape[2]
@@ -118,16 +128,17 @@ class TorchOps:
         for part in self._plan.decodes:
             keys, values = _gather(kv, part.pages)
             # Slots beyond the context hold stale values: the mask alone does not exclude a NaN.
-            outside = ~part.mask[:, None, :, None]
+            outside = (part.distance < 0)[:, None, :, None]
             keys.masked_fill_(outside, 0)
             values.masked_fill_(outside, 0)
+            mask = _visible(part.distance, window)[:, None, None]
             out[part.start : part.stop] = F.scaled_dot_product_attention(
-                grouped[part.start : part.stop], keys, values, attn_mask=part.mask[:, None, None], scale=scale
+                grouped[part.start : part.stop], keys, values, attn_mask=mask, scale=scale
             )
         for prefill in self._plan.prefills:
             queries = grouped[prefill.start : prefill.stop].permute(1, 2, 0, 3)  # [Hkv, G, n, D]
             keys, values = (x.squeeze(0).unsqueeze(1) for x in _gather(kv, prefill.pages))  # [Hkv, 1, B * BS, D]
-            result = _causal(queries, keys, values, prefill.position, scale)
+            result = _causal(queries, keys, values, prefill.position, scale, window)
             out[prefill.start : prefill.stop] = result.permute(2, 0, 1, 3)
         return out.view(num_tokens, -1)
 
@@ -149,6 +160,64 @@ class TorchOps:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """A linear layer that torch computes."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedLinear(TorchLinear):
+    """A linear layer in float32: what those of quantised weights should come to."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExperts:
+    """Experts of plain torch: a few operations for each one that is used."""
+
+    gate_up: Sequence[Linear]  # E of H -> 2I
+    down: Sequence[Linear]  # E of I -> H
+    routing: Routing
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for linear in (*self.gate_up, *self.down) for tensor in linear.tensors()]
+
+    def __call__(self, x: torch.Tensor, router_output: torch.Tensor) -> torch.Tensor:
+        weights, experts = route(router_output, self.routing)
+        order = experts.flatten().argsort(stable=True)  # token and rank, by expert
+        counts = torch.bincount(experts.flatten(), minlength=len(self.down))
+        rows = x[order // self.routing.per_token]
+        ends: list[int] = counts.cumsum(0).tolist()  # waits for the device
+        for expert, (start, stop) in enumerate(pairwise([0, *ends])):
+            if start < stop:
+                gate, up = self.gate_up[expert](rows[start:stop]).chunk(2, dim=-1)
+                rows[start:stop] = self.down[expert](F.silu(gate) * up)
+        computed = torch.empty_like(rows)
+        computed[order] = rows
+        return (computed.view(*weights.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
+
+
+def route(router_output: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses each token's experts: [T, E] -> their float32 weights and indices, largest first, [T, per_token] each."""
+    probabilities = torch.softmax(router_output, dim=-1, dtype=torch.float32)
+    ordered, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights = ordered[:, : routing.per_token]
+    if routing.normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts[:, : routing.per_token]
+
+
 def _gather(kv: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies keys and values of sequences with the pages [n, B]: two tensors [n, Hkv, B * BS, D]."""
     _, _, kv_heads, block_size, dim = kv.shape
@@ -163,7 +232,15 @@ def _gather(kv: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.
     )
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float) -> torch.Tensor:
+def _visible(distance: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Returns where a query attends to a position, from the distance between the two."""
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None
+) -> torch.Tensor:
     """Computes attention of queries whose first one is at `position`.
 
     q: [Hkv, G, n, D], k and v: [Hkv, 1, position + n or more, D] -> [Hkv, G, n, D]
@@ -173,7 +250,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, sc
     def context(end: int) -> tuple[torch.Tensor, torch.Tensor]:
         return k[:, :, :end].expand(-1, group, -1, -1), v[:, :, :end].expand(-1, group, -1, -1)
 
-    if position == 0:
+    if position == 0 and (window is None or n <= window):
         return F.scaled_dot_product_attention(q, *context(n), is_causal=True, scale=scale)
     tile = max(1, _MASK_ELEMENTS // (position + n))
     results = []
@@ -181,6 +258,6 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, sc
         stop = min(start + tile, n)
         end = position + stop
         positions = torch.arange(end, device=q.device)
-        mask = positions <= positions[position + start :, None]
+        mask = _visible(positions[position + start :, None] - positions, window)
         results.append(F.scaled_dot_product_attention(q[:, :, start:stop], *context(end), attn_mask=mask, scale=scale))
     return torch.cat(results, dim=2)

@@ -76,6 +76,7 @@ def _load(settings: ModelSettings, model_dir: Path, on_progress: Progress) -> To
     return TorchRunner(
         model_dir,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         device=settings.device,
         kv_bytes=settings.kv_memory,
         gpu_memory=settings.gpu_memory,

@@ -52,7 +52,9 @@ class Step:
 
 
 class StepBatches:
-    """Makes batches over scattered pages of a runner's pool, with arbitrary content.
+    """Makes batches of random tokens over scattered pages of a runner's pool, with arbitrary content.
+
+    Tokens must differ: those that are alike are computed by the same experts, so that a step reads fewer weights.
 
     Args:
         skip: Number of pages left to the other lane.
@@ -62,6 +64,7 @@ class StepBatches:
         self._runner = runner
         self._order = np.random.default_rng(0).permutation(runner.num_pages).astype(np.int32)[skip:]
         self._touched = 1
+        self._tokens = np.random.default_rng(0)
 
     def make(self, step: Step) -> Batch:
         """Makes a batch. Each sequence samples one token with default parameters.
@@ -84,7 +87,7 @@ class StepBatches:
         seqs = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         positions = np.arange(ends[-1], dtype=np.int32) + (befores - query_start[:-1])[seqs]
         return Batch(
-            token_ids=np.zeros(ends[-1], np.int32),
+            token_ids=self._tokens.integers(self._runner.vocab_size, size=ends[-1], dtype=np.int32),
             positions=positions,
             slots=tables[seqs, positions // BLOCK_SIZE] * np.int32(BLOCK_SIZE) + positions % BLOCK_SIZE,
             query_start=query_start,

@@ -9,7 +9,8 @@ before waiting ones, sequences with one token to compute before those with more,
 A waiting sequence starts when there are a free row of the sequence table, pages for all its tokens, and one more page
 for each running sequence and landing (`engine/landings.py`) to grow. While its next block is being computed, received
 or loaded, it waits for that prefix. If pages run out all the same, the newest running sequence is preempted: its pages
-go to the cache, and it is the first to be scheduled again.
+go to the cache, and it is the first to be scheduled again. Where all layers have sliding windows, pages behind them go
+to the cache while their sequence runs.
 """
 
 from bisect import insort
@@ -29,6 +30,9 @@ from engine.scheduling.queue_limit import QueueLimit
 from engine.scheduling.sequence import Sequence, SequenceState, SequenceTable
 from engine.scheduling.waiting_queue import MayStart, WaitingQueue
 
+_READ_AT_ONCE = 64
+"""Kernels read the context in groups of this many tokens, also those of a group that are before a window."""
+
 
 class Scheduler:
     """Owns the sequences and their pages.
@@ -40,6 +44,7 @@ class Scheduler:
         max_tokens: Maximum tokens of a step.
         limit: The limit of the waiting queue.
         prefill_ms: Predicts how long a prompt takes beside decodes.
+        window: The last tokens, itself included, that a token attends to in any layer; 0 for all.
 
     Attributes:
         cache, pool: The KV cache and its pages.
@@ -59,6 +64,7 @@ class Scheduler:
         max_tokens: int,
         limit: QueueLimit | None = None,
         prefill_ms: Callable[[Work, Work], float] = lambda work, decodes: 0.0,
+        window: int = 0,
     ) -> None:
         self.cache = cache
         self.pool = cache.pool
@@ -70,6 +76,7 @@ class Scheduler:
         self.cached_tokens = 0
         self._max_tokens = max_tokens
         self._prefill_ms = prefill_ms
+        self._window = window
         self._reserved_rows = 0
         self._prefilling: list[Sequence] = []  # running ones that `schedule_decodes` left to `schedule_prefills`
         self._changes = 0
@@ -248,6 +255,8 @@ class Scheduler:
         seq.num_computed = chunk.start + chunk.num_tokens - chunk.num_samples + num_accepted
         if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
             self.publish(seq)
+            if self._window and not seq.request.prefill_only:  # the pages of those are sent
+                self._release_behind_window(seq)
 
     def publish(self, seq: Sequence) -> None:
         """Publishes the computed full blocks of a running sequence."""
@@ -257,6 +266,12 @@ class Scheduler:
             seq.hashes += extend_hashes(seq.hashes[-1] if known else seq.request.hash_root, tokens)
         self.publish_pages(self.table.pages[seq.row, first:last].tolist(), seq.hashes[first:last])
         seq.num_published = last
+
+    def _release_behind_window(self, seq: Sequence) -> None:
+        """Releases the pages that no later token attends to. They stay in the cache until they are evicted."""
+        blocks = (seq.num_computed + 1 - self._window) // _READ_AT_ONCE * _READ_AT_ONCE // BLOCK_SIZE
+        if blocks > seq.num_released:
+            self.pool.release(self.table.take_first(seq, blocks))
 
     def publish_pages(self, pages: list[int], hashes: list[bytes]) -> None:
         """Publishes full blocks in pages that the caller holds."""
@@ -295,9 +310,11 @@ class Scheduler:
             tokens=np.append(self.table.tokens_of(seq), np.array(token_ids, dtype=np.int32)),
             num_tokens=seq.num_tokens + len(token_ids),
             first_token_sent=True,
+            num_released=seq.num_released,
         )
         own = self.pool.take(0 if partial is None else 1) if self._free_rows > 0 else None
         if own is None:
+            child.num_released = 0
             self._make_resumable([child])
             return child
         self.pool.hold(shared)

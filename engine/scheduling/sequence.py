@@ -57,7 +57,9 @@ class Sequence:
         lane_chunks: Number of its chunks on the prefill lane that are not collected.
         row: Row of the table while running, else -1.
         num_computed: Number of tokens whose keys and values are in the pages.
-        num_pages: Number of pages that it holds.
+        num_pages: Number of its blocks that have or had a page.
+        num_released: Number of leading blocks whose pages it no longer holds, because all attention windows end after
+            them.
         num_published: Number of leading blocks that it has published, or found in the cache.
         cached_tokens: Number of prompt tokens found in the cache when it was first scheduled.
     """
@@ -80,6 +82,7 @@ class Sequence:
     row: int = -1
     num_computed: int = 0
     num_pages: int = 0
+    num_released: int = 0
     num_published: int = 0
     cached_tokens: int = 0
 
@@ -90,7 +93,7 @@ class SequenceTable:
     Attributes:
         max_len: Maximum tokens of a sequence.
         tokens: [rows, max_len] int32
-        pages: Pages in block order, zero after a sequence's last page. [rows, blocks of the longest sequence] int32
+        pages: Pages in block order, zero where a sequence holds none. [rows, blocks of the longest sequence] int32
         rows: Views of the rows of `tokens`. [max_len] each
     """
 
@@ -108,13 +111,14 @@ class SequenceTable:
         return len(self._free_rows)
 
     def enter(self, seq: Sequence, pages: list[int]) -> None:
-        """Gives a sequence a row for its tokens and these pages. There must be a free row."""
+        """Gives a sequence a row for its tokens and these pages, which follow those that it has released. There must be
+        a free row."""
         if seq.tokens is None:
             raise AssertionError("the sequence has a row already")
         seq.row = self._free_rows.pop()
         self.tokens[seq.row, : seq.num_tokens] = seq.tokens
-        self.pages[seq.row, : len(pages)] = pages
-        seq.tokens, seq.num_pages = None, len(pages)
+        seq.tokens, seq.num_pages = None, seq.num_released + len(pages)
+        self.pages[seq.row, seq.num_released : seq.num_pages] = pages
 
     def leave(self, seq: Sequence) -> list[int]:
         """Takes a sequence's row back, but not its tokens. Returns its pages, which the caller must release."""
@@ -122,7 +126,7 @@ class SequenceTable:
         seq.tokens = self.tokens_of(seq).copy()
         self.pages[seq.row, : seq.num_pages] = 0
         self._free_rows.append(seq.row)
-        seq.row, seq.num_pages, seq.num_computed, seq.num_published = -1, 0, 0, 0
+        seq.row, seq.num_pages, seq.num_released, seq.num_computed, seq.num_published = -1, 0, 0, 0, 0
         return pages
 
     def add_pages(self, seq: Sequence, pages: list[int]) -> None:
@@ -130,13 +134,20 @@ class SequenceTable:
         self.pages[seq.row, seq.num_pages : seq.num_pages + len(pages)] = pages
         seq.num_pages += len(pages)
 
+    def take_first(self, seq: Sequence, blocks: int) -> list[int]:
+        """Takes the pages of a sequence's first blocks away from it. The caller must release them."""
+        pages: list[int] = self.pages[seq.row, seq.num_released : blocks].tolist()
+        self.pages[seq.row, seq.num_released : blocks] = 0
+        seq.num_released = blocks
+        return pages
+
     def tokens_of(self, seq: Sequence) -> IntArray:
         """A view of a sequence's tokens. [num_tokens]"""
         return self.tokens[seq.row, : seq.num_tokens]
 
     def pages_of(self, seq: Sequence) -> list[int]:
-        """A sequence's pages."""
-        pages: list[int] = self.pages[seq.row, : seq.num_pages].tolist()
+        """The pages that a sequence holds."""
+        pages: list[int] = self.pages[seq.row, seq.num_released : seq.num_pages].tolist()
         return pages
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
@@ -148,5 +159,6 @@ class SequenceTable:
             if self.pages[row].any():
                 raise AssertionError(f"row {row} is free but has pages")
         for seq in running:
-            if seq.num_pages * BLOCK_SIZE < seq.num_computed or self.pages[seq.row, seq.num_pages :].any():
+            held = slice(seq.num_released, seq.num_pages)
+            if seq.num_pages * BLOCK_SIZE < seq.num_computed or np.delete(self.pages[seq.row], held).any():
                 raise AssertionError(f"the pages of row {seq.row} are not those of its sequence")

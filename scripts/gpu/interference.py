@@ -53,6 +53,11 @@ class LimitedRunner:
         """Pages of the whole pool."""
         return self.runner.num_pages
 
+    @property
+    def vocab_size(self) -> int:
+        """See `Executor`."""
+        return self.runner.vocab_size
+
     def copy_page(self, source: int, target: int) -> None:
         """See `Executor`."""
         self.runner.copy_page(source, target)

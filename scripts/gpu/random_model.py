@@ -72,7 +72,7 @@ def random_runner(
     pages = blocks_for(tokens) + 1
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("engine.execution.runner.Checkpoint", RandomCheckpoint),
+        patch("engine.execution.runner.open_checkpoint", lambda model_dir, _config: RandomCheckpoint(model_dir)),
         patch("engine.execution.runner.model_fingerprint", return_value=bytes(16)),
         patch("engine.ops._CANNOT_BUILD", ()),  # never fall back to a slower back end
     ):

@@ -76,7 +76,7 @@ class SimulatedRunner:
 
     Attributes:
         pool: Stands for the KV pool where one must be registered. [num_pages, PAGE_BYTES]
-        num_pages, full, splits: See `engine.execution.executor.Executor`.
+        num_pages, vocab_size, full, splits: See `engine.execution.executor.Executor`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SimulatedRunner:
     ) -> None:
         self.num_pages = num_pages
         self.pool: npt.NDArray[np.uint8] = np.zeros((num_pages, PAGE_BYTES), dtype=np.uint8)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device = _Device(model, clock, vocab_size, pace or Pace())
         self.full = SimulatedLane(device, 1.0)
         self.splits: Sequence[Split] = [

@@ -170,12 +170,35 @@ def test_simulated_workers_need_no_weights(checkpoint: Path) -> None:
     assert check_model(checkpoint, ClusterSettings.load({"simulate": "instant", "device": "cuda"})) == "cpu"
 
 
-def test_an_active_sliding_window_is_refused(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1},
+            "sliding_window must be a positive integer, not 0",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "supported are default, linear, dynamic, llama3 and yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor of RoPE scaling must be at least 1"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "supported are LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, "
+            "Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+        ),
+        (
+            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "num_experts_per_tok 9 is over the number of experts, 8",
+        ),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "tensor .*gate.weight is missing"),
+    ],
+)
+def test_a_model_that_does_not_run_is_refused_in_one_sentence(
+    checkpoint: Path, fields: dict[str, Any], sentence: str
+) -> None:
     path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}))
-    with pytest.raises(CPDError, match="sliding-window"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(CPDError, match=sentence) as caught:
         inspect(checkpoint)
+    assert "\n" not in str(caught.value)
 
 
 def shared(checkpoint: Path, **settings: Any) -> ClusterSettings:

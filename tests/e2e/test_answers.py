@@ -1,12 +1,16 @@
 """Answers equal those of transformers, on every route and in every batch."""
 
+from pathlib import Path
+
 import pytest
 
+from deploy.model import resolve_model
 from tests.checkpoints import FAMILIES
 from tests.conftest import MakeCheckpoint
 from tests.e2e.client import MODEL, Answer, client, complete, complete_all
 from tests.e2e.cluster import Cluster
 from tests.e2e.oracle import Oracle
+from tests.gguf_files import Types, write_gguf
 
 pytestmark = pytest.mark.e2e
 
@@ -59,6 +63,36 @@ async def test_bfloat16_answers_are_within_rounding_of_transformers(checkpoint: 
             answers = await complete_all(cluster.url, prompts, at_once=16, temperature=temperature, seed=99)
             for prompt, answer in zip(prompts, answers, strict=True):
                 oracle.check(prompt, answer.token_ids, temperature=temperature, seed=99, margin=BF16_MARGIN)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+async def test_quantised_answers_are_the_same_on_any_route_and_in_any_batch(
+    checkpoint: MakeCheckpoint, quantization: str
+) -> None:
+    directory = checkpoint("qwen3_moe", moe_intermediate_size=64)
+    prompts = Oracle(directory).prompts(MIXED_LENGTHS, seed=9)
+    settings = {"long_prefill_tokens": LONG, "quantization": quantization, "kv_checksum": True}
+    with Cluster(model=str(directory), served_model_name=MODEL, **settings) as cluster:
+        together = await complete_all(cluster.url, prompts, at_once=16)
+        assert {answer.route for answer in together} == {"local", "remote"}
+        cached = await complete_all(cluster.url, prompts, at_once=1)
+        cluster.kill("combined-0")  # and so empties its cache
+        cluster.wait_until_healthy()
+        alone = await complete_all(cluster.url, prompts, at_once=1)
+        for answers in (cached, alone):
+            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in together]
+        cluster.wait_until_idle()
+
+
+async def test_a_gguf_file_is_served(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    original = checkpoint("llama2")
+    write_gguf(original, tmp_path / "model.gguf", {"": Types.F32})
+    oracle = Oracle(original)
+    model = resolve_model(str(tmp_path / "model.gguf"))
+    with Cluster(model=str(model), served_model_name=MODEL, long_prefill_tokens=LONG) as cluster:
+        prompts = oracle.prompts([5, 100], seed=1)
+        for prompt, answer in zip(prompts, await complete_all(cluster.url, prompts, at_once=2), strict=True):
+            oracle.check(prompt, answer.token_ids)
 
 
 async def test_answers_are_right_when_pages_run_out(checkpoint: MakeCheckpoint) -> None:

@@ -190,7 +190,7 @@ class FakeRunner:
     """
 
     def __init__(self, num_pages: int, lanes: bool = False, overlaps: bool = False) -> None:
-        self.num_pages = num_pages
+        self.num_pages, self.vocab_size = num_pages, VOCAB
         self.pages = [[GARBAGE] * BLOCK_SIZE for _ in range(num_pages)]
         self.batches: list[Batch] = []
         self.copies: list[tuple[int, int]] = []

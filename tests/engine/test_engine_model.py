@@ -31,6 +31,7 @@ def make_engine(directory: Path, num_pages: int, token_budget: int = 64) -> Engi
         colocation=Colocation(MODEL, token_budget=token_budget),
         max_num_seqs=16,
         max_queue_tokens=100_000,
+        window=runner.config.longest_window or 0,
     )
 
 
@@ -57,7 +58,7 @@ def assert_chosen_as_by_transformers(directory: Path, served: Served, requests: 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "mistral_window", "mixtral", "qwen2_window", "qwen3", "qwen3_moe"])
 def test_tokens_are_those_of_transformers(checkpoint: MakeCheckpoint, family: str, temperature: float) -> None:
     """16 requests at once in a small pool, with shared prefixes, choices, and a second round from the cache."""
     directory = checkpoint(family)

@@ -73,8 +73,7 @@ def assert_follows(directory: Path, prompt: Sequence[int], output: Sequence[int]
         assert best - float(logits[position, token]) <= tolerance * spread, position - len(prompt) + 1
 
 
-def test_float32_chooses_as_transformers(load: Load, directory: Path) -> None:
-    runner = load(directory, "float32")
+def assert_chooses_as_transformers(runner: TorchRunner, directory: Path) -> None:
     pager = Pager(runner)
     for length, chunk in ((1, 1), (16, 1 << 30), (75, 7), (900, 333)):
         prompt = prompt_of(length, seed=length)
@@ -84,6 +83,15 @@ def test_float32_chooses_as_transformers(load: Load, directory: Path) -> None:
         sure = next((i for i, margin in enumerate(oracle.margins) if margin < 1e-3), 24)
         assert tokens[:sure] == oracle.token_ids[:sure], (length, chunk)
         pager.release(sequence)
+
+
+def test_float32_chooses_as_transformers(load: Load, directory: Path) -> None:
+    assert_chooses_as_transformers(load(directory, "float32"), directory)
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "mixtral", "qwen2_window", "qwen3_moe"])
+def test_experts_and_windows_choose_as_transformers(load: Load, checkpoint: MakeCheckpoint, family: str) -> None:
+    assert_chooses_as_transformers(load(checkpoint(family), "float32"), checkpoint(family))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -16,7 +16,6 @@
 
 namespace cpd {
 
-constexpr int64_t kBlock = 64;
 constexpr float kNoScore = -1e30f;  // largest score before any token
 
 // Uninitialised memory, aligned for vectors.
@@ -162,8 +161,9 @@ class Attention {
     if (tile.part >= 0) return attend(tile.begin, tile.end, part(tile.part));
     State total(states_, rows_, memory_.width);
     State next(states_ + State::floats(plan_.rows, memory_.width), rows_, memory_.width);
-    attend(0, std::min(tile.end, kSplit), total);
-    for (int64_t begin = kSplit; begin < tile.end; begin += kSplit) {
+    int64_t begin = (tile.begin / kSplit + 1) * kSplit;
+    attend(tile.begin, std::min(tile.end, begin), total);
+    for (; begin < tile.end; begin += kSplit) {
       attend(begin, std::min(tile.end, begin + kSplit), next);
       merge(total, next);
     }
@@ -208,6 +208,7 @@ class Attention {
       const int64_t tokens = std::min(kBlock, end - block);
       for (int64_t t = 0; t < tokens; t += kLanes)
         for (int64_t h = 0; h < kv_heads; ++h) score(h, block, t, end);
+      if (block < tile_->position + tile_->queries - plan_.window) hide(block, tokens);
       each_row([&](int64_t row, int64_t query, int64_t) {
         weigh(state, row, std::min(tokens, tile_->position + query + 1 - block), tokens);
       });
@@ -263,6 +264,14 @@ class Attention {
       }
       apply_square<T, kPerWord<T>>(square, weights, kBlockWords, head_rows_, sums + w * kPerWord<T>, state.width);
     }
+  }
+
+  // Hides the tokens of a block that are before the windows of queries.
+  void hide(int64_t block, int64_t tokens) {
+    each_row([&](int64_t row, int64_t query, int64_t) {
+      const int64_t first = tile_->position + query + 1 - plan_.window;
+      std::fill_n(scores_ + row * kBlock, std::clamp<int64_t>(first - block, 0, tokens), -__builtin_inff());
+    });
   }
 
   // Computes a row's softmax weights from its scores of a block. Its query attends to the first `visible` tokens.

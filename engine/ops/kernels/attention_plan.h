@@ -1,9 +1,12 @@
-// Divides a step's attention into tiles, which are the same for all layers.
+// Divides a step's attention into tiles, which are the same for all layers with the same window.
 //
 // A tile is some queries of one sequence for some key-value heads, each with the group of query heads that share it. A
 // decode is a tile of one query. Long contexts are computed in splits of kSplit tokens from position 0, and the results
 // are merged in order. If a sequence's queries fit into one tile, its splits are separate tiles, so that one long
 // context does not delay the batch. The result has the same bits either way.
+//
+// With a window, a tile begins with the block that has the first token its first query attends to. A block before that
+// would change no bit of the result: all its weights would be 0.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +19,11 @@
 
 namespace cpd {
 
-constexpr int64_t kSplit = 512;
+constexpr int64_t kBlock = 64;  // tokens scored at once
+constexpr int64_t kSplit = 512;  // a multiple of kBlock
 constexpr int64_t kTileRows = 96;  // most rows (query, query head) that share a loaded key or value
 constexpr int64_t kTilesPerThread = 4;
+constexpr int64_t kNoWindow = int64_t(1) << 32;  // more tokens than any context has
 
 struct Sequences {
   const int32_t *query_start, *context_lens, *block_tables;
@@ -37,14 +42,15 @@ struct Tile {
 struct AttentionPlan {
   Sequences sequences;
   int64_t heads, kv_heads, dim;
+  int64_t window;           // A query attends to so many last tokens, its own included.
   std::vector<Tile> tiles;  // Largest work first, roughly.
   int64_t parts = 0;        // Number of partial results.
   int64_t part_rows = 0;    // Most rows of a partial result, all heads.
   int64_t rows = 0;         // Rows of the largest tile.
   int64_t work = 0;         // Products of a query and a key.
 
-  AttentionPlan(const Sequences& sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t threads)
-      : sequences(sequences), heads(heads), kv_heads(kv_heads), dim(dim) {
+  AttentionPlan(const Sequences& sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window, int64_t threads)
+      : sequences(sequences), heads(heads), kv_heads(kv_heads), dim(dim), window(window) {
     std::vector<Tile> whole;
     for (int64_t s = 0; s < sequences.count; ++s) cut_sequence(s, whole);
     // A tile of all heads reads its pages sequentially, but every thread needs tiles.
@@ -80,22 +86,28 @@ struct AttentionPlan {
   }
 
  private:
+  // Begin of the first block that a query at `position` attends to.
+  int64_t first_block(int64_t position) const { return std::max<int64_t>(0, position + 1 - window) / kBlock * kBlock; }
+
   void cut_sequence(int64_t s, std::vector<Tile>& whole) {
     const int64_t start = sequences.query_start[s], queries = sequences.query_start[s + 1] - start;
     const int64_t context = sequences.context_lens[s], position = context - queries;
     const int64_t pieces = divide_up(queries, std::max<int64_t>(1, kTileRows / group()));
-    const int64_t splits = divide_up(context, kSplit);
-    work += queries * context * heads;
+    const int64_t begin = first_block(position), first_split = begin / kSplit;
+    const int64_t splits = divide_up(context, kSplit) - first_split;
+    work += queries * (context - begin) * heads;
     if (pieces == 1 && splits > 1) {
       part_rows = std::max(part_rows, queries * heads);
-      for (int64_t i = 0; i < splits; ++i, ++parts)
-        whole.push_back({s, start, queries, position, i * kSplit, std::min(context, (i + 1) * kSplit), parts,
+      for (int64_t i = 0; i < splits; ++i, ++parts) {
+        const int64_t split = (first_split + i) * kSplit;
+        whole.push_back({s, start, queries, position, std::max(begin, split), std::min(context, split + kSplit), parts,
                          i == 0 ? splits : 0});
+      }
       return;
     }
     for (int64_t i = 0; i < pieces; ++i) {
       const int64_t from = queries * i / pieces, to = queries * (i + 1) / pieces;
-      whole.push_back({s, start + from, to - from, position + from, 0, position + to, -1, 0});
+      whole.push_back({s, start + from, to - from, position + from, first_block(position + from), position + to, -1, 0});
     }
   }
 };

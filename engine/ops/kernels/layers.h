@@ -2,38 +2,44 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "rows.h"
 
 namespace cpd {
 
-// Weights of one layer. Those of linear layers are packed; biases and head norms are null if the model has none.
+// Weights of one layer. Biases and head norms are null if the model has none. A layer whose router has data has experts,
+// whose weights are in place of the MLP's.
 template <typename T>
 struct Layer {
   const T* input_norm;
-  const uint32_t* qkv;
+  Weight qkv;
   const T *qkv_bias, *q_norm, *k_norm;
-  const uint32_t* o;
+  Weight o;
   const T *o_bias, *post_norm;
-  const uint32_t* gate_up;
+  Weight gate_up;
   const T* gate_up_bias;
-  const uint32_t* down;
+  Weight down;
   const T* down_bias;
   Pages<T> pages;
+  Weight router;
+  size_t attention;  // index of its `Run::attention`
 };
 
 template <typename T>
 struct Decoder {
   std::vector<Layer<T>> layers;
-  const T* norm;         // final norm
-  const uint32_t* head;  // packed LM head
+  const T* norm;  // final norm
+  Weight head;    // LM head
   const float* cos_sin;  // [positions, head dim]
   int64_t* progress;     // Counter of computed layers, which other threads read.
   int64_t hidden, heads, intermediate, vocab;
   float eps, scale;
+  ExpertsShape experts;
 };
 
 template <typename T>
@@ -50,6 +56,16 @@ struct Step {
 template <typename T>
 struct Activations {
   T *normed, *qkv, *attention, *residual_rows, *gate_up, *product;
+  T* router;            // [tokens, experts]
+  uint32_t* quantized;  // input of a linear layer whose weight is quantised
+};
+
+// The attention of all layers with the same window.
+template <typename T>
+struct PlannedAttention {
+  AttentionPlan plan;
+  std::vector<Tile> wanted;  // tiles of the step's rows, for the last layer
+  AttentionMemory<T> memory;
 };
 
 // Everything that a step needs.
@@ -58,36 +74,36 @@ struct Run {
   Decoder<T> model;
   Step<T> step;
   Activations<T> buffer;
-  AttentionPlan plan;
-  std::vector<Tile> wanted;  // tiles of the last layer
-  AttentionMemory<T> memory;
+  std::vector<PlannedAttention<T>> attention;
+  ExpertMemory<T> experts;
+  std::unique_ptr<Routed> routed;  // of `experts`
 };
-
-template <typename T>
-void gather_rows(Team& team, const T* from, const int32_t* rows, int64_t count, int64_t n, T* to) {
-  team.ranges(count, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) std::memcpy(to + i * n, from + rows[i] * n, n * sizeof(T));
-  });
-}
 
 // Called on every thread of the team.
 template <typename T>
 void run_layers(Team& team, const Run<T>& run) {
-  const auto& [model, step, buffer, plan, wanted, memory] = run;
-  const int64_t hidden = model.hidden, heads_width = model.heads * plan.dim;
-  const int64_t qkv_width = heads_width + 2 * plan.kv_heads * plan.dim;
+  const Decoder<T>& model = run.model;
+  const Step<T>& step = run.step;
+  const Activations<T>& buffer = run.buffer;
+  const Pages<T>& pages = model.layers[0].pages;
+  const int64_t hidden = model.hidden, heads_width = model.heads * pages.dim;
+  const int64_t qkv_width = heads_width + 2 * pages.heads * pages.dim;
   T *residual = step.residual, *attention = buffer.attention;
   int64_t tokens = step.tokens;
+  auto multiply = [&](const T* x, int64_t k, const Weight& weight, int64_t n, const T* bias, T* y) {
+    linear(team, x, tokens, k, weight, n, bias, y, buffer.quantized);
+  };
   rms_norm(team, residual, tokens, hidden, model.layers[0].input_norm, model.eps, buffer.normed);
   for (size_t index = 0; index < model.layers.size(); ++index) {
     const Layer<T>& layer = model.layers[index];
     const bool last = index + 1 == model.layers.size();
-    linear(team, buffer.normed, tokens, hidden, layer.qkv, qkv_width, layer.qkv_bias, buffer.qkv);
+    multiply(buffer.normed, hidden, layer.qkv, qkv_width, layer.qkv_bias, buffer.qkv);
     rope_store(team, buffer.qkv, tokens, model.heads, step.positions, step.slots, model.cos_sin, layer.q_norm,
                layer.k_norm, model.eps, layer.pages);
     if (last && step.num_rows == 0) return;
-    Attention<T>(plan, memory, layer.pages, model.scale)
-        .run(team, last ? wanted : plan.tiles, buffer.qkv, qkv_width, attention);
+    const PlannedAttention<T>& planned = run.attention[layer.attention];
+    Attention<T>(planned.plan, planned.memory, layer.pages, model.scale)
+        .run(team, last ? planned.wanted : planned.plan.tiles, buffer.qkv, qkv_width, attention);
     if (last && step.rows) {  // From here on nothing depends on the other tokens.
       tokens = step.num_rows;
       gather_rows(team, attention, step.rows, tokens, heads_width, buffer.qkv);
@@ -95,17 +111,22 @@ void run_layers(Team& team, const Run<T>& run) {
       attention = buffer.qkv;
       residual = buffer.residual_rows;
     }
-    linear(team, attention, tokens, heads_width, layer.o, hidden, layer.o_bias, buffer.normed);
+    multiply(attention, heads_width, layer.o, hidden, layer.o_bias, buffer.normed);
     add_rms_norm(team, buffer.normed, tokens, hidden, residual, layer.post_norm, model.eps, buffer.normed);
-    linear(team, buffer.normed, tokens, hidden, layer.gate_up, 2 * model.intermediate, layer.gate_up_bias,
-           buffer.gate_up);
-    silu_mul(team, buffer.gate_up, tokens, model.intermediate, buffer.product);
-    linear(team, buffer.product, tokens, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
+    if (layer.router.data) {
+      multiply(buffer.normed, hidden, layer.router, model.experts.count, nullptr, buffer.router);
+      run_experts(team, buffer.normed, tokens, hidden, buffer.router, model.experts, layer.gate_up, layer.down, run.experts,
+                  buffer.normed);
+    } else {
+      multiply(buffer.normed, hidden, layer.gate_up, 2 * model.intermediate, layer.gate_up_bias, buffer.gate_up);
+      silu_mul(team, buffer.gate_up, tokens, model.intermediate, buffer.product);
+      multiply(buffer.product, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
+    }
     add_rms_norm(team, buffer.normed, tokens, hidden, residual, last ? model.norm : model.layers[index + 1].input_norm,
                  model.eps, buffer.normed);
     if (team.id() == 0) std::atomic_ref(*model.progress).fetch_add(1, std::memory_order_relaxed);
   }
-  linear<T>(team, buffer.normed, tokens, hidden, model.head, model.vocab, nullptr, step.logits);
+  multiply(buffer.normed, hidden, model.head, model.vocab, nullptr, step.logits);
 }
 
 }  // namespace cpd

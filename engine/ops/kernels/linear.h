@@ -1,22 +1,21 @@
 // Linear layers with packed weights and float32 sums: y = x W^T + bias.
 //
-// A panel holds kPanel columns of the right operand: [words of the inner dimension][kPanel]. An output element is the
-// sum over the inner dimension in ascending order for any number of rows and threads: a row gives the same bits in
-// every batch.
+// An output element is the sum over the inner dimension in ascending order for any number of rows and threads: a row
+// gives the same bits in every batch.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <vector>
 
+#include "panel.h"
+#include "quantized.h"
 #include "team.h"
 #include "vec.h"
 
 namespace cpd {
 
-constexpr int kKernelVectors = kLanes == 16 ? 4 : 2;
 constexpr int kKernelRows = 6;
-constexpr int kPanel = kKernelVectors * kLanes;
 constexpr int64_t kColumns = 64;                      // columns of a piece of work
 constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
@@ -76,9 +75,7 @@ const uint32_t* as_factors(const T* x, int64_t count) {
   }
 }
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Packs weight [n, k] into panels [n / kPanel, words of k, kPanel], zero beyond n.
+// Packs weight [n, k].
 template <typename T>
 void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   const int64_t words = k / kPerWord<T>;
@@ -94,35 +91,53 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   });
 }
 
-// y [m, n] = x [m, k] · weight^T + bias; weight is packed, bias may be null.
+// Computes rows [begin, end) of y and the columns of one strip: a piece of work of `linear`.
+//
+// x: [rows, k], and `quantized` the same by `quantize_rows` if the weight is quantised; then x is not read.
+template <typename T>
+CPD_INLINE void linear_strip(const T* x, const uint32_t* quantized, int64_t begin, int64_t end, int64_t k,
+                             const Weight& weight, int64_t n, const T* bias, int64_t strip, T* y) {
+  const int64_t most_rows = weight.is_plain() ? kKernelRows : kQuantizedRows;
+  const int64_t tiles = divide_up(end - begin, most_rows), words = k / kPerWord<T>;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
+    const uint32_t* left = weight.is_plain() ? as_factors(x + row * k, rows * k) : quantized + left_words(row, k);
+    for (int64_t first = strip * kColumns; first < std::min(n, (strip + 1) * kColumns); first += kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, n - first), vectors = divide_up(columns, kLanes);
+      const uint8_t* panel = weight.data + first / kPanel * panel_bytes<T>(weight.format, k);
+      alignas(64) float sums[kKernelRows * kPanel];
+      if (weight.is_plain()) {
+        microkernel_for<T>(rows, vectors)(left, words * kFactorsPerWord<T>, reinterpret_cast<const uint32_t*>(panel), words,
+                                          sums);
+      } else {
+        quantized_microkernel_for(weight.format, rows, vectors)(left, left_words(1, k), panel, k / kGroup, sums);
+      }
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < columns; i += kLanes) {
+          Floats value = load(sums + r * kPanel + i);
+          if (bias) value += load(bias + first + i, columns - i);
+          store(y + (row + r) * n + first + i, value, columns - i);
+        }
+    }
+  }
+}
+
+// y [m, n] = x [m, k] · weight^T + bias; bias may be null. `quantized` has room for left_words(m, k) if the weight is
+// quantised.
 //
 // A piece's panels stay in the second-level cache while all its rows use them. Each block of rows reads the weights
 // from memory once: the third-level cache does not hold them while other cores read memory. It does hold the rows,
 // which are reused soon. So blocks should have many rows.
 template <typename T>
-void linear(Team& team, const T* x, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const T* bias, T* y) {
-  const int64_t words = k / kPerWord<T>, strips = divide_up(n, kColumns);
+void linear(Team& team, const T* x, int64_t m, int64_t k, const Weight& weight, int64_t n, const T* bias, T* y,
+            uint32_t* quantized) {
+  if (!weight.is_plain()) quantize_rows(team, x, m, k, quantized);
+  const int64_t strips = divide_up(n, kColumns);
   const int64_t wanted = divide_up(kPiecesPerThread * team.size(), strips);
   const int64_t blocks = std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), wanted));
   team.each(blocks * strips, [&](int64_t item) {
     const int64_t block = item / strips, strip = item % strips;
-    const int64_t begin = m * block / blocks, end = m * (block + 1) / blocks, tiles = divide_up(end - begin, kKernelRows);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
-      const uint32_t* left = as_factors(x + row * k, rows * k);
-      for (int64_t first = strip * kColumns; first < std::min(n, (strip + 1) * kColumns); first += kPanel) {
-        const int64_t columns = std::min<int64_t>(kPanel, n - first);
-        alignas(64) float sums[kKernelRows * kPanel];
-        microkernel_for<T>(rows, divide_up(columns, kLanes))(left, words * kFactorsPerWord<T>, weight + first * words, words,
-                                                             sums);
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t i = 0; i < columns; i += kLanes) {
-            Floats value = load(sums + r * kPanel + i);
-            if (bias) value += load(bias + first + i, columns - i);
-            store(y + (row + r) * n + first + i, value, columns - i);
-          }
-      }
-    }
+    linear_strip(x, quantized, m * block / blocks, m * (block + 1) / blocks, k, weight, n, bias, strip, y);
   });
 }
 

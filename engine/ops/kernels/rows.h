@@ -73,6 +73,13 @@ void silu_mul(Team& team, const T* gate_up, int64_t m, int64_t n, T* to) {
   });
 }
 
+template <typename T>
+void gather_rows(Team& team, const T* from, const int32_t* rows, int64_t count, int64_t n, T* to) {
+  team.ranges(count, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) std::memcpy(to + i * n, from + rows[i] * n, n * sizeof(T));
+  });
+}
+
 struct Candidate {
   float value;
   int64_t column;

@@ -28,6 +28,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 struct bf16 {
   uint16_t bits;
@@ -172,6 +173,66 @@ CPD_INLINE void copy_factors(Factor<T>* to, const T* from, int64_t count) {
   } else {
     for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
   }
+}
+
+// Words of a factor of `dot4`.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+constexpr int kWordsPerDot4 = 1;
+#else
+constexpr int kWordsPerDot4 = 2;
+#endif
+
+// Makes a factor of four signed bytes: the bytes or, for processors that multiply 16-bit integers, the first and the
+// third, then the others.
+CPD_INLINE void store_factor(uint32_t* to, const int8_t* bytes) {
+  if constexpr (kWordsPerDot4 == 1) {
+    std::memcpy(to, bytes, 4);
+  } else {
+    for (int i = 0; i < 2; ++i) to[i] = uint16_t(bytes[i]) | uint32_t(uint16_t(bytes[i + 2])) << 16;
+  }
+}
+
+// sum + a · b in each lane: two products of signed 16-bit integers per word.
+CPD_INLINE Ints dot2(Ints sum, Words a, Words b) {
+#if defined(__AVX512BW__)
+  return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return sum + ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
+#endif
+}
+
+// sum + the four products of a word's unsigned bytes and the same factor, in each lane.
+CPD_INLINE Ints dot4(Ints sum, Words a, const uint32_t* factor) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)splat(*factor));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)splat(*factor));
+#else
+  return dot2(dot2(sum, a & 0x00ff00ffu, splat(factor[0])), a >> 8 & 0x00ff00ffu, splat(factor[1]));
+#endif
+}
+
+// The lowest byte of each lane.
+CPD_INLINE void store_bytes(int8_t* to, Ints x) {
+  const Bytes bytes = __builtin_convertvector(x, Bytes);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+
+// Finite numbers in float16.
+CPD_INLINE Floats load_float16(const void* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#else
+  const Words words = __builtin_convertvector(halves, Words);
+  const Floats size = (Floats)((words & 0x7fffu) << 13) * 0x1p112f;
+  return (Floats)((Words)size | (words & 0x8000u) << 16);
+#endif
 }
 
 template <typename A>

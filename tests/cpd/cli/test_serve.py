@@ -31,6 +31,8 @@ ONE_WORKER = ["--model", "m", "--prefill", "0", "--combined", "1"]
         ("--served-model-name a=b", "--served-model-name a=b"),
         ('--allowed-origins ["https://a.example","*"]', "--allowed-origins https://a.example,*"),
         ('--allowed-origins * --allowed-methods ["*"] --allow-credentials', "--allowed-origins *"),
+        ("--quantization gguf", ""),
+        ("-q int8", "--quantization int8"),
     ],
 )
 def test_flags_of_vllm_become_those_of_cpd_up(vllm: str, ours: str | Sequence[str]) -> None:
@@ -43,7 +45,7 @@ def test_flags_of_vllm_become_those_of_cpd_up(vllm: str, ours: str | Sequence[st
         ("-tp 2", "-tp 2 of vLLM is not supported; it may be 1"),
         ("--tensor_parallel_size=8", "--tensor_parallel_size 8 of vLLM is not supported"),
         ("--generation-config folder", "it may be auto or vllm"),
-        ("--quantization awq", "quantised weights are not supported yet"),
+        ("--quantization awq", "it may be compressed-tensors or gguf or none or int8 or int4"),
         ("--chat-template x.jinja", "the model's own template is used"),
         ("--seed", "may be 0"),
         ('--allowed-headers ["x-mine"]', "allowed-headers"),

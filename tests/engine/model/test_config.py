@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpd.common.errors import CheckpointError
-from engine.model.config import ModelConfig, RopeConfig, load_config
+from engine.model.config import ExpertsConfig, ModelConfig, RopeConfig, load_config
+from tests.checkpoints import FAMILIES
 from tests.conftest import MakeCheckpoint
 
 LLAMA: dict[str, Any] = {
@@ -23,7 +24,12 @@ LLAMA: dict[str, Any] = {
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2}
+QWEN3_MOE = {**QWEN2, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NO_WINDOWS = (None, None)
+FULL, SLIDING = ["full_attention"], ["sliding_attention"]
 
 
 def load(directory: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -88,24 +94,70 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "window"),
+    ("fields", "windows"),
     [
-        ({**MISTRAL, "sliding_window": None}, None),
-        ({**MISTRAL, "sliding_window": 128}, 128),
-        (MISTRAL, 4096),
-        (QWEN2, None),
-        ({**QWEN2, "sliding_window": 128, "use_sliding_window": False}, None),
-        ({**QWEN2, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}, 128),
-        ({**QWEN2, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, None),
-        ({**QWEN3, "sliding_window": 128, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, None),
-        ({**QWEN3, "sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 9),
-        ({**LLAMA, "sliding_window": 128}, None),
+        ({**MISTRAL, "sliding_window": None}, NO_WINDOWS),
+        ({**MISTRAL, "sliding_window": 128}, (128, 128)),
+        (MISTRAL, (4096, 4096)),
+        (MIXTRAL, NO_WINDOWS),
+        ({**MIXTRAL, "sliding_window": 128}, (128, 128)),
+        (QWEN2, NO_WINDOWS),
+        ({**QWEN2, "sliding_window": 128, "use_sliding_window": False}, NO_WINDOWS),
+        ({**QWEN2, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 0}, (128, 128)),
+        ({**QWEN2, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}, (None, 128)),
+        ({**QWEN2, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 2}, NO_WINDOWS),
+        ({**QWEN2, "sliding_window": 0, "max_window_layers": 0}, NO_WINDOWS),
+        ({**QWEN3, "sliding_window": 128, "use_sliding_window": True, "layer_types": FULL * 2}, NO_WINDOWS),
+        ({**QWEN3, "sliding_window": 9, "use_sliding_window": True, "layer_types": SLIDING * 2}, (9, 9)),
+        ({**QWEN3, "sliding_window": 9, "use_sliding_window": True, "layer_types": SLIDING + FULL}, (9, None)),
+        ({**QWEN3_MOE, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (9, 9)),
+        ({**QWEN3_MOE, "sliding_window": 9, "max_window_layers": 1}, NO_WINDOWS),
+        ({**LLAMA, "sliding_window": 128}, NO_WINDOWS),
     ],
 )
-def test_a_sliding_window_counts_only_if_it_is_in_effect(
-    tmp_path: Path, fields: dict[str, Any], window: int | None
+def test_the_layers_that_transformers_gives_a_sliding_window_have_one(
+    tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, int | None]
 ) -> None:
-    assert load(tmp_path, fields).sliding_window == window
+    config = load(tmp_path, fields)
+    assert config.windows == windows
+    assert config.has_windows == (windows != NO_WINDOWS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        (MIXTRAL, ExpertsConfig(8, 2, 128, normalize=True, layers=(0, 1))),
+        ({**MIXTRAL, "num_local_experts": 4, "num_experts_per_tok": 4}, ExpertsConfig(4, 4, 128, True, (0, 1))),
+        (QWEN3_MOE, ExpertsConfig(128, 8, 768, normalize=False, layers=(0, 1))),
+        (
+            {
+                **QWEN3_MOE,
+                "num_experts": 6,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 32,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 2,
+            },
+            ExpertsConfig(6, 6, 32, normalize=True, layers=(1,)),
+        ),
+        ({**QWEN3_MOE, "num_local_experts": 16, "mlp_only_layers": [1]}, ExpertsConfig(16, 8, 768, False, (0,))),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 1]}, None),
+        (QWEN3, None),
+        ({**LLAMA, "num_experts": 4}, None),
+    ],
+)
+def test_a_mixture_of_experts_is_read(tmp_path: Path, fields: dict[str, Any], experts: ExpertsConfig | None) -> None:
+    assert load(tmp_path, fields).experts == experts
+
+
+def test_mixtral_has_its_own_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, MIXTRAL)
+    assert (config.rope.theta, config.norm_eps) == (1e6, 1e-5)
+
+
+def test_dynamic_scaling_has_no_effect_up_to_the_longest_context_that_is_served(tmp_path: Path) -> None:
+    config = load(tmp_path, {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+    assert (config.rope, config.max_model_len) == (RopeConfig(), 512)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +177,11 @@ def test_a_sliding_window_counts_only_if_it_is_in_effect(
         ({**LLAMA, "head_dim": 15}, "head_dim"),
         ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps"),
         ({**LLAMA, "dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic"}}, "factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor of RoPE scaling"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3, "factor": "8"}}, "factor must be a positive number"),
+        ({**LLAMA, "rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}}, "beta_fast 1.0 must not be below"),
         ({**LLAMA, "rope_scaling": {"type": "longrope"}}, "longrope"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor"),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
@@ -137,6 +193,21 @@ def test_a_sliding_window_counts_only_if_it_is_in_effect(
         ({**QWEN2, "layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
         ({**QWEN2, "layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({**QWEN2, "layer_types": 7}, "layer_types"),
+        ({**QWEN2, "layer_types": FULL}, "layer_types has 1 entries for 2 layers"),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "sliding_window"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
+        ({**MISTRAL, "sliding_window": "64"}, "sliding_window"),
+        ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts must be a positive integer, not 0"),
+        ({**MIXTRAL, "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is over"),
+        ({**MIXTRAL, "num_local_experts": 2, "num_experts": 3}, "num_experts and num_local_experts differ"),
+        ({**MIXTRAL, "num_local_experts": 1 << 30}, "experts in each of 2 layers"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({**QWEN3_MOE, "moe_intermediate_size": None}, "moe_intermediate_size"),
+        ({**QWEN3_MOE, "mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ({**QWEN3_MOE, "mlp_only_layers": 1}, "mlp_only_layers"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({**LLAMA, "num_hidden_layers": 1 << 30}, "num_hidden_layers"),
         ({**MISTRAL, "sliding_window": -1}, "sliding_window"),
         ({**QWEN2, "rope_scaling": {**YARN, "factor": float("inf")}}, "factor"),
         ({**QWEN2, "rope_scaling": {**YARN, "original_max_position_embeddings": 10**400}}, "original_max_position"),
@@ -165,7 +236,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_files_that_transformers_writes_are_understood(checkpoint: MakeCheckpoint, family: str) -> None:
     config = load_config(checkpoint(family))
     assert family.startswith(config.family)
@@ -179,7 +250,7 @@ JSON = st.recursive(
     max_leaves=4,
 )
 ROPE = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"])},
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"])},
     optional=dict.fromkeys(
         (
             "rope_theta",
@@ -196,12 +267,19 @@ ROPE = st.fixed_dictionaries(
         JSON,
     ),
 )
-FIELDS = sorted({*QWEN3, "head_dim", "sliding_window", "use_sliding_window", "layer_types", "max_window_layers"})
+FIELDS = sorted(
+    {
+        *QWEN3,
+        *("head_dim", "sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        *("decoder_sparse_step", "mlp_only_layers"),
+    }
+)
 
 
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
+    base=st.sampled_from([LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE]),
     changes=st.dictionaries(st.sampled_from([*FIELDS, "dtype", "rms_norm_eps", "hidden_act"]), JSON),
     rope=JSON | ROPE,
 )
@@ -214,3 +292,5 @@ def test_any_file_gives_a_configuration_or_a_checkpoint_error(
         return
     assert config.num_heads % config.num_kv_heads == 0
     assert config.max_model_len > 0
+    assert len(config.windows) == config.num_layers
+    assert config.experts is None or 0 < config.experts.per_token <= config.experts.count

@@ -26,8 +26,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
         {"rope_type": "default", "rope_theta": 1e4},
         {"rope_type": "default", "rope_theta": 1e6},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.7},
         LLAMA3,
         {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
+        {**LLAMA3, "factor": 3.3, "low_freq_factor": 1.1, "high_freq_factor": 3.7},
         YARN,
         {**YARN, "attention_factor": 0.75},
         {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
@@ -47,8 +49,8 @@ def test_the_table_is_that_of_transformers(tmp_path: Path, rope: dict[str, Any],
     oracle = LlamaRotaryEmbedding(theirs)
     cos, sin = oracle(torch.zeros(1), torch.arange(length)[None])
     assert table.shape == (length, head_dim)
-    torch.testing.assert_close(table[:, : head_dim // 2], cos[0, :, : head_dim // 2], atol=2e-6, rtol=0)
-    torch.testing.assert_close(table[:, head_dim // 2 :], sin[0, :, : head_dim // 2], atol=2e-6, rtol=0)
+    assert torch.equal(table[:, : head_dim // 2], cos[0, :, : head_dim // 2])
+    assert torch.equal(table[:, head_dim // 2 :], sin[0, :, : head_dim // 2])
 
 
 def test_position_zero_is_not_rotated() -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from cpd.common.errors import CheckpointError
 from engine.model.config import load_config
+from engine.model.fingerprint import model_fingerprint
 from engine.model.parameters import expected_tensors
-from engine.model.weights import Checkpoint, model_fingerprint
+from engine.model.weights import Checkpoint
+from models.tiny import CHECKPOINT
 from tests.conftest import MakeCheckpoint
 
 CPU = torch.device("cpu")
@@ -53,6 +56,26 @@ def test_tensors_are_joined_and_cast(checkpoint: MakeCheckpoint, shard: str) -> 
     for path in files:
         tensors |= load_file(path)
     assert torch.equal(joined, torch.cat([tensors[name] for name in names]).bfloat16())
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_experts_that_do_not_fit_the_router_are_refused(copy: Callable[..., Path], count: int) -> None:
+    directory = copy("qwen3_moe")  # with 8
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    path.write_text(json.dumps({**fields, name: count}))
+    asked = rf"mlp\.gate\.weight has shape \[8, 64\], but config\.json asks for \[{count}, 64\]"
+    with pytest.raises(CheckpointError, match=asked):
+        check(directory)
+
+
+def test_a_missing_expert_is_named(copy: Callable[..., Path]) -> None:
+    directory = copy("mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    edit(directory, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=re.escape(f"tensor {name} is missing")):
+        check(directory)
 
 
 def test_a_missing_weight_file_is_named(copy: Callable[..., Path]) -> None:
@@ -142,6 +165,25 @@ def test_sharding_and_context_length_do_not_change_the_fingerprint(checkpoint: M
     whole = model_fingerprint(directory, config, "float32", "float32")
     assert model_fingerprint(directory, replace(config, max_model_len=7), "float32", "float32") == whole
     assert fingerprint(checkpoint("llama2", max_shard_size="200KB")) == whole
+
+
+def test_the_fingerprint_of_a_dense_model_is_that_of_earlier_releases() -> None:
+    """Otherwise their workers would refuse this release's during a rolling upgrade."""
+    assert fingerprint(CHECKPOINT).hex() == "8c57c9b3ff8711f35dc3a1d4b81e8cc6"
+
+
+def test_windows_and_experts_change_the_fingerprint(checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint("qwen3_moe")
+    config = load_config(directory)
+    assert config.experts is not None
+    variants = [
+        config,
+        replace(config, windows=(64, None, None)),
+        replace(config, windows=(64, 64, None)),
+        replace(config, experts=replace(config.experts, per_token=2)),
+        replace(config, experts=replace(config.experts, normalize=False)),
+    ]
+    assert len({model_fingerprint(directory, variant, "float32", "float32") for variant in variants}) == len(variants)
 
 
 def test_types_and_scaling_change_the_fingerprint(checkpoint: MakeCheckpoint) -> None:

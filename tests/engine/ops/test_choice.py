@@ -53,6 +53,7 @@ def test_flashinfer_if_it_works(caplog: pytest.LogCaptureFixture) -> None:
     [
         (torch.float32, HEADS, "no kernels for torch.float32"),
         (torch.bfloat16, Heads(8, 2, 40), "no kernels for a head size of 40"),
+        (torch.bfloat16, Heads(8, 2, 64, windows=True), "sliding windows"),
     ],
 )
 def test_torchs_attention_if_flashinfer_has_no_kernels(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from engine.model.config import RopeConfig
 from engine.model.rope import rope_table
-from engine.ops.base import DeviceBatch
-from engine.ops.torch_ops import TorchOps
+from engine.ops.base import DeviceBatch, Routing
+from engine.ops.torch_ops import TorchOps, route
 from tests.engine.steps import step_of
 
 LAYERS, LAYER, KV_HEADS, GROUP, DIM = 3, 1, 2, 3, 8
@@ -25,14 +25,17 @@ def make_batch(rng: np.random.Generator, lens: Sequence[tuple[int, int]], num_pa
     return step_of(lens, [[next(free) for _ in range(blocks_for(context))] for _, context in lens])
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, window: int | None = None) -> torch.Tensor:
     """Computes one query and head at a time, in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for s in range(batch.num_seqs):
         start, stop = batch.query_start[s : s + 2].tolist()
         for i in range(start, stop):
             context = int(batch.context_lens[s]) - (stop - 1 - i)
-            places = [(int(batch.block_tables[s, p // BLOCK_SIZE]), p % BLOCK_SIZE) for p in range(context)]
+            places = [
+                (int(batch.block_tables[s, p // BLOCK_SIZE]), p % BLOCK_SIZE)
+                for p in range(max(0, context - (window or context)), context)
+            ]
             for head in range(q.shape[1]):
                 keys, values = (
                     torch.stack([kv[page, which, head // GROUP, offset] for page, offset in places]).double()
@@ -50,10 +53,11 @@ def attend(q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch) -> torch.Tenso
         max_size=6,
     ),
     decodes=st.lists(st.integers(1, 70).map(lambda context: (1, context)), max_size=20),
+    window=st.none() | st.integers(1, 90),
     seed=st.integers(0, 99),
 )
 def test_attention_is_causal_over_the_sequences_own_pages(
-    lens: list[tuple[int, int]], decodes: list[tuple[int, int]], seed: int
+    lens: list[tuple[int, int]], decodes: list[tuple[int, int]], window: int | None, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -63,8 +67,9 @@ def test_attention_is_causal_over_the_sequences_own_pages(
     q = torch.randn(batch.num_tokens, KV_HEADS * GROUP, DIM)
     ops = TorchOps()
     ops.prepare(batch)
-    expected = attend(q, pool[:, LAYER], batch)
-    torch.testing.assert_close(ops.attention(q, pool[:, LAYER], batch, 0.3).double(), expected, atol=1e-5, rtol=1e-4)
+    expected = attend(q, pool[:, LAYER], batch, window)
+    actual = ops.attention(q, pool[:, LAYER], batch, 0.3, window)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lens", [[(1, 20), (1, 5)], [(3, 20), (9, 9)]])
@@ -121,6 +126,31 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(qk_norm: bool) -> No
         expected[slot // BLOCK_SIZE, LAYER, 0, :, slot % BLOCK_SIZE] = turned(parts[1], k_norm)[i]
         expected[slot // BLOCK_SIZE, LAYER, 1, :, slot % BLOCK_SIZE] = parts[2][i]
     torch.testing.assert_close(pool, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_token_is_the_weighted_sum_of_its_best_experts(normalize: bool) -> None:
+    torch.manual_seed(0)
+    tokens, hidden, width, count, per_token = 9, 16, 10, 5, 2
+    gate_up, down = torch.randn(count, 2 * width, hidden), torch.randn(count, hidden, width)
+    x, router_output = torch.randn(tokens, hidden), torch.randn(tokens, count)
+    router_output[:, 3] = -9.0  # an expert without tokens
+    experts = TorchOps().pack_experts(zip(gate_up, down, strict=True), count, Routing(per_token, normalize))
+    for token, actual in enumerate(experts(x, router_output)):
+        probabilities = router_output[token].double().softmax(dim=-1)
+        best = sorted(range(count), key=lambda expert, p=probabilities: float(-p[expert]))[:per_token]  # type: ignore[misc]
+        total = probabilities[best].sum() if normalize else 1.0
+        expected = torch.zeros(hidden, dtype=torch.float64)
+        for expert in best:
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            expected += probabilities[expert] / total * (down[expert].double() @ (gate * gate.sigmoid() * up))
+        torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_of_equally_probable_experts_the_first_ones_are_taken() -> None:
+    weights, experts = route(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]]), Routing(4, normalize=False))
+    assert experts.tolist() == [[1, 2, 4, 0]]
+    assert weights.tolist() == [sorted(weights[0].tolist(), reverse=True)]
 
 
 def test_norms_linear_and_activation() -> None:

@@ -63,6 +63,7 @@ class FakeRunner:
     """A device of three units."""
 
     num_pages = 2000
+    vocab_size = 500
 
     def __init__(self) -> None:
         self.full: Lane = FakeLane(1.0)

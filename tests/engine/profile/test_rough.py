@@ -22,7 +22,7 @@ class FakeDevice:
     """
 
     def __init__(self, model: PerfModel, disturbed: float = 1.0) -> None:
-        self.num_pages = 4096
+        self.num_pages, self.vocab_size = 4096, 500
         self.full = self
         self.chunks: list[int] = []
         self._model = model

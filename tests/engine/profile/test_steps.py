@@ -17,6 +17,7 @@ class Pool:
     """A runner that only counts copies."""
 
     num_pages = 40
+    vocab_size = 500
     splits: Sequence[Split] = ()
 
     def __init__(self) -> None:
@@ -48,6 +49,8 @@ def test_a_batch_has_every_token_in_a_page_of_its_own_sequence() -> None:
     assert batch.context_lens.tolist() == [50, 50, 50, 120, 7]
     assert np.diff(batch.query_start).tolist() == [1, 1, 1, 100, 7]
     assert len(batch.token_ids) == len(batch.positions) == 110
+    assert len(np.unique(batch.token_ids)) > 80, "alike tokens are computed by the same experts"
+    assert batch.token_ids.max() < pool.vocab_size
     pages = [batch.block_tables[s, : -(-context // BLOCK_SIZE)] for s, context in enumerate(batch.context_lens)]
     assert len(np.unique(np.concatenate(pages))) == step.pages
     for s, (tokens, before) in enumerate(step.chunks):

@@ -24,11 +24,17 @@ class MixedScheduler(Scheduler):
         token_budget: int,
         max_num_seqs: int,
         prefill_ms: abc.Callable[[Work, Work], float] = lambda work, decodes: 0.0,
+        window: int = 0,
     ) -> None:
         cache = KVCacheManager(BlockPool(num_pages), lambda source, target: None)
         most = min(max_num_seqs, token_budget)
         super().__init__(
-            cache, max_len=num_pages * 16, max_num_seqs=most, max_tokens=token_budget, prefill_ms=prefill_ms
+            cache,
+            max_len=num_pages * 16,
+            max_num_seqs=most,
+            max_tokens=token_budget,
+            prefill_ms=prefill_ms,
+            window=window,
         )
         self._token_budget = token_budget
 
@@ -38,8 +44,10 @@ class MixedScheduler(Scheduler):
         return plan
 
 
-def create_scheduler(num_pages: int = 64, *, token_budget: int = 64, max_num_seqs: int = 8) -> MixedScheduler:
-    return MixedScheduler(num_pages, token_budget, max_num_seqs)
+def create_scheduler(
+    num_pages: int = 64, *, token_budget: int = 64, max_num_seqs: int = 8, window: int = 0
+) -> MixedScheduler:
+    return MixedScheduler(num_pages, token_budget, max_num_seqs, window=window)
 
 
 def add(scheduler: MixedScheduler, length: int, start: int = 0, number: int = 0) -> Sequence:

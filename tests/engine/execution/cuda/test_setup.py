@@ -50,6 +50,7 @@ class FakeGpuRunner:
 
     lanes: CudaLanes
     num_pages: int
+    vocab_size: int
     pool: torch.Tensor
     progress: list[tuple[str, float]]
 
@@ -113,7 +114,7 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
             split=split,
             on_progress=lambda what, fraction: progress.append((what, fraction)),
         )
-        return FakeGpuRunner(lanes, NUM_PAGES, pool[:NUM_PAGES], progress)
+        return FakeGpuRunner(lanes, NUM_PAGES, config.vocab_size, pool[:NUM_PAGES], progress)
 
     return make
 

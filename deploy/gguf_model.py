@@ -1,0 +1,268 @@
+"""Makes a model directory of a GGUF file: a link to the file, and what else a Hugging Face checkpoint has.
+
+Each process reads configuration, tokenizer and chat template from such a directory. It lies in the user's cache
+directory, under a digest of the file's path, size and time, so that a changed file gets a new one.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from cpd.common.errors import CheckpointError
+from engine.model.gguf_file import GGUF_FILE, GgufFile, read_gguf
+
+_FAMILIES: Mapping[str, tuple[str, str]] = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+"""model_type and class of each architecture; one of Llama with experts is Mixtral."""
+
+_WORD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: Mapping[str, str | None] = {
+    "default": None,
+    "gpt-2": None,
+    "llama-bpe": _WORD % "{1,3}",
+    "qwen2": _WORD % "",
+    "deepseek-r1-qwen": _WORD % "",
+}
+"""How texts are cut before byte pairs are merged; None for GPT-2's own way."""
+
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that have precedence over all others."""
+
+
+def directory_of(path: Path) -> Path:
+    """Returns the directory of a GGUF file, made the first time.
+
+    Raises:
+        CheckpointError: The file is damaged, or its architecture or tokenizer is not supported.
+    """
+    path = path.resolve()
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    key = f"{path} {found.st_size} {found.st_mtime_ns} {version('cpd')}"
+    home = _home()
+    directory = home / hashlib.blake2b(key.encode(), digest_size=16).hexdigest() / path.stem
+    if directory.is_dir():
+        return directory
+    file = read_gguf(path)
+    try:
+        contents = {**_config_files(file), **_tokenizer_files(file)}
+    except CheckpointError:
+        raise
+    except Exception as error:  # of tokenizers, and of fields whose types are not what they should be
+        raise CheckpointError(f"{path} is damaged: its metadata can't be used ({error})") from error
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as scratch:
+            unfinished = Path(scratch, "model")
+            unfinished.mkdir()
+            for name, text in contents.items():
+                (unfinished / name).write_text(text)
+            (unfinished / GGUF_FILE).symlink_to(path)
+            unfinished.replace(directory)
+    except OSError as error:
+        if not directory.is_dir():  # another process was faster
+            raise CheckpointError(f"{home} can't be written ({error}); set XDG_CACHE_HOME") from None
+    return directory
+
+
+def _home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cpd", "gguf")
+
+
+class _Fields:
+    """The metadata of one file, by the names without its architecture."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+
+    def get(self, name: str, default: Any = None) -> Any:
+        metadata = self.file.metadata
+        return metadata.get(f"{self.file.architecture}.{name}", metadata.get(name, default))
+
+    def need(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise CheckpointError(f"{self.file.path}: the field {name} is missing")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        value = self.need(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise CheckpointError(f"{self.file.path}: the field {name} must be a list of texts")
+        return value
+
+
+def _config_files(file: GgufFile) -> dict[str, str]:
+    fields = _Fields(file)
+    if file.architecture not in _FAMILIES:
+        raise CheckpointError(
+            f"{file.path}: architecture {file.architecture} is not supported; supported are {', '.join(_FAMILIES)}"
+        )
+    if fields.get("split.count", 1) != 1:
+        raise CheckpointError(f"{file.path} is one of several files; join them with `llama-gguf-split --merge`")
+    model_type, architecture = _FAMILIES[file.architecture]
+    config = {
+        "hidden_size": fields.need("embedding_length"),
+        "intermediate_size": fields.need("feed_forward_length"),
+        "num_hidden_layers": fields.need("block_count"),
+        "num_attention_heads": fields.need("attention.head_count"),
+        "num_key_value_heads": fields.get("attention.head_count_kv"),
+        "head_dim": fields.get("attention.key_length"),
+        "max_position_embeddings": fields.need("context_length"),
+        "rms_norm_eps": fields.need("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.get("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(fields),
+        "vocab_size": len(fields.texts("tokenizer.ggml.tokens")),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": "bfloat16",
+    }
+    if experts := fields.get("expert_count"):
+        if model_type == "llama":
+            model_type, architecture = "mixtral", "MixtralForCausalLM"
+        config |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": fields.need("expert_used_count"),
+            "moe_intermediate_size": fields.get("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # as llama.cpp computes it
+        }
+    eos, *ends = _ends(fields)
+    config |= {"model_type": model_type, "architectures": [architecture], "eos_token_id": eos}
+    known = {name: value for name, value in config.items() if value is not None}
+    return {"config.json": json.dumps(known), "generation_config.json": json.dumps({"eos_token_id": [eos, *ends]})}
+
+
+def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in fields.file.tensors:
+        raise CheckpointError(
+            f"{fields.file.path} scales single frequencies of RoPE (rope_freqs.weight), which is not supported; use "
+            "the model's safetensors"
+        )
+    kind = fields.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    original = fields.get("rope.scaling.original_context_length")
+    scaling = {"rope_type": kind, "factor": fields.need("rope.scaling.factor")}
+    return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
+
+
+def _ends(fields: _Fields) -> list[int]:
+    """Tokens that end an output: of a text, and of a turn."""
+    ends = [fields.need("tokenizer.ggml.eos_token_id")]
+    for name in ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"):
+        if (token := fields.get(name)) is not None and token not in ends:
+            ends.append(token)
+    return ends
+
+
+def _tokenizer_files(file: GgufFile) -> dict[str, str]:
+    fields = _Fields(file)
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    kinds = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
+    kind = fields.need("tokenizer.ggml.model")
+    make: Callable[[_Fields, Sequence[str]], Tokenizer] | None = kinds.get(kind)
+    if make is None:
+        raise CheckpointError(f"{file.path}: tokenizer {kind} is not supported; supported are {', '.join(kinds)}")
+    types = fields.get("tokenizer.ggml.token_type", [])
+    if len(types) not in (0, len(tokens)):
+        raise CheckpointError(f"{file.path} has {len(tokens)} tokens, but the types of {len(types)}")
+
+    def named(name: str) -> str | None:
+        number = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if number is None:
+            return None
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
+            raise CheckpointError(f"{file.path}: {name}_token_id is {number}, and there are {len(tokens)} tokens")
+        return tokens[number]
+
+    tokenizer = make(fields, tokens)
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=of_type == _CONTROL, normalized=False)
+            for token, of_type in zip(tokens, types, strict=False)
+            if of_type in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    bos = named("bos")
+    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+        around = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+        )
+        tokenizer.post_processor = around
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{
+            f"{name}_token": token
+            for name in ("bos", "eos", "unknown", "padding")
+            if (token := named(name)) is not None
+        },
+        "chat_template": fields.get("tokenizer.chat_template"),
+        "clean_up_tokenization_spaces": False,
+    }
+    for ours, theirs in (("unk_token", "unknown_token"), ("pad_token", "padding_token")):
+        if theirs in config:
+            config[ours] = config.pop(theirs)
+    known = {name: value for name, value in config.items() if value is not None}
+    return {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(known)}
+
+
+def _byte_pairs(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
+    split = fields.get("tokenizer.ggml.pre", "default")
+    if split not in _SPLITS:
+        raise CheckpointError(
+            f"{fields.file.path}: the tokenizer cuts texts as {split}, which is not supported; supported are "
+            f"{', '.join(_SPLITS)}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.texts("tokenizer.ggml.merges")]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if wrong := next(
+        (merge for merge in merges if len(merge) != 2 or any(part not in vocabulary for part in merge)), None
+    ):
+        raise CheckpointError(f"{fields.file.path}: the tokenizer merges {' and '.join(wrong)}, which are no tokens")
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe"))
+    pattern = _SPLITS[split]
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    cuts = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    if "qwen" in split:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sentence_pieces(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
+    """A tokenizer of SentencePiece: of two neighbours those are merged first whose sum has the best score."""
+    scores = fields.need("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"{fields.file.path} has {len(tokens)} tokens, but the scores of {len(scores)}")
+    number = {token: index for index, token in enumerate(tokens)}
+    pairs = [
+        (token[:cut], token[cut:])
+        for token in sorted(number, key=lambda token: -scores[number[token]])
+        for cut in range(1, len(token))
+        if token[:cut] in number and token[cut:] in number
+    ]
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    tokenizer = Tokenizer(models.BPE(number, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
+    space = "▁"
+    prefix = [normalizers.Prepend(space)] if fields.get("tokenizer.ggml.add_space_prefix", True) else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", space)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer

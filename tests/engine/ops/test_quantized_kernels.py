@@ -1,0 +1,111 @@
+"""The CPU kernels for weights of 8 and 4 bits against the same weights in float32."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.ops.base import Routing
+from engine.ops.cpu_ops import CpuOps, PackedExperts, PackedLinear
+from engine.ops.quantized import GROUP, QuantizedWeight, quantize
+from engine.ops.torch_ops import TorchOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+FORMATS = ["int8", "int4", "int4 with minima"]
+SHAPES = [(512, 256), (33, 32), (7, 64), (200, 96), (64, 1024)]
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    return CpuOps()
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random_weight(n: int, k: int, name: str) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(n + k)
+    if name != "int4 with minima":
+        return quantize(torch.randn(n, k, generator=generator) / k**0.5, int(name[-1]))
+    values = torch.randint(16, (n, k), generator=generator, dtype=torch.uint8)
+    scales, minima = torch.rand(2, n, k // GROUP, generator=generator).half() / k**0.5
+    return QuantizedWeight(4, values, scales, 8 * minima)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_activations_of_8_bits_are_multiplied_without_error(
+    ops: CpuOps, threads: int, dtype: torch.dtype, n: int, k: int, name: str, bias: bool
+) -> None:
+    weight, b = random_weight(n, k, name), torch.randn(n).to(dtype) if bias else None
+    linear = ops.pack(weight, b)
+    assert isinstance(linear, PackedLinear)
+    for m in (1, 2, 3, 4, 7, 97, 600):
+        x = torch.randint(-127, 128, (m, k)).float()
+        x[:, ::GROUP] = 127.0  # every group's scale is a power of two
+        x *= 2.0 ** torch.randint(-3, 4, (m, k // GROUP)).repeat_interleave(GROUP, dim=1)
+        expected = x.double() @ weight.dequantize().double().T + (0.0 if b is None else b.double())
+        tolerance = (2e-6 if dtype == torch.float32 else 4e-3) * expected.abs().max()
+        assert (linear(x.to(dtype)).double() - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_activations_add_an_error_below_one_percent(ops: CpuOps, dtype: torch.dtype, name: str) -> None:
+    weight, x = random_weight(256, 1024, name), torch.randn(50, 1024).to(dtype)
+    expected = TorchOps().pack(weight, None)(x.float())
+    error = ops.pack(weight, None)(x).float() - expected
+    assert error.norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_has_the_same_bits_beside_others(ops: CpuOps, threads: int, name: str) -> None:
+    linear, x = ops.pack(random_weight(200, 96, name), None), torch.randn(300, 96)
+    together = linear(x)
+    assert all(
+        torch.equal(linear(x[i : i + count]), together[i : i + count]) for i, count in ((0, 1), (5, 2), (90, 100))
+    )
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_that_is_not_finite_stays_so_and_changes_no_other(ops: CpuOps, name: str, number: float) -> None:
+    linear, x = ops.pack(random_weight(64, 96, name), None), torch.randn(5, 96)
+    before = linear(x)
+    x[2, 70] = number
+    after = linear(x)
+    assert not after[2].isfinite().any()
+    assert torch.equal(after[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+
+
+def test_rows_of_zeros_give_the_bias(ops: CpuOps) -> None:
+    bias = torch.randn(33)
+    assert torch.equal(ops.pack(random_weight(33, 64, "int8"), bias)(torch.zeros(2, 64)), bias.expand(2, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_are_close_to_their_dequantised_weights(
+    ops: CpuOps, threads: int, dtype: torch.dtype, bits: int
+) -> None:
+    routing, hidden, width, count = Routing(3, normalize=True), 128, 96, 16
+    weights = [
+        (
+            quantize(torch.randn(2 * width, hidden) / hidden**0.5, bits),
+            quantize(torch.randn(hidden, width) / width**0.5, bits),
+        )
+        for _ in range(count)
+    ]
+    kernels, reference = (back_end.pack_experts(iter(weights), count, routing) for back_end in (ops, TorchOps()))
+    assert isinstance(kernels, PackedExperts)
+    for tokens in (1, 5, 100):
+        x, router_output = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, count).to(dtype)
+        expected = reference(x, router_output).float()
+        assert (kernels(x, router_output).float() - expected).norm() < 0.02 * expected.norm()
