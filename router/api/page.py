@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,6 +12,7 @@ from typing_extensions import TypedDict
 
 from router.api.completions import CompletionService
 from router.api.documentation import returns
+from router.api.intake import json_response, tenant_of
 from router.api.models import Models
 from router.api.tenants import Keys, Tenant
 from router.page import page_files
@@ -98,10 +98,7 @@ def add_page(app: FastAPI, models: Models, keys: Keys, router_id: str) -> None:
     @app.get("/session", responses=returns(Session, 401, 421))
     async def get_session(request: Request) -> Response:
         """What the API key may do, and the models that it may use, with their state. The page at `/` asks this."""
-        tenant = request.scope["state"]["tenant"]
-        return Response(
-            orjson.dumps(_session(tenant, models, keys, router_id, app.version)), media_type="application/json"
-        )
+        return json_response(_session(tenant_of(request), models, keys, router_id, app.version))
 
 
 def _session(tenant: Tenant, models: Models, keys: Keys, router_id: str, version: str) -> Session:
