@@ -250,6 +250,9 @@ async def test_a_worker_on_a_shared_device_waits_for_its_turn_and_says_that_it_s
             assert look.record is not None
             (entry,) = look.record.entries
             assert (entry.id, entry.role, entry.owner.pid) == (w.worker.id, "combined", os.getpid())
+            memory = w.worker._loaded.model_memory
+            assert memory is not None
+            assert entry.memory_bytes == memory.resident_bytes() > 0
             await c.done(await c.submit(make_request("a", prompt(20)), 1))
 
 
