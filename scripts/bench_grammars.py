@@ -17,6 +17,7 @@ import argparse
 import importlib
 import json
 import random
+import re
 import statistics
 import tempfile
 import threading
@@ -199,7 +200,7 @@ def _outcome(engine: ConstrainedEngine, document: Document, schema: dict[str, An
 
 def _kind(reason: str) -> str:
     """What reasons of one kind have in common."""
-    return reason.split(" (")[0][:110]
+    return re.sub(r"\d+", "N", reason.split(" (")[0])[:110]
 
 
 def measure_forced(checkpoint: Path, repeats: int) -> None:

@@ -32,6 +32,7 @@ class Endings:
         filling: Make it longer where it can't end yet.
         text: May come only within text.
         in_patterns: May come within text with a pattern.
+        separating: One of each kind that may come within such text, and what may lead to its next part.
         kinds: One of each kind of these.
         ending: End something between texts.
         values: Begin or continue something there.
@@ -50,6 +51,7 @@ class Endings:
         self.filling = tokens(". ")
         self.text = tokens("zZ_@")
         self.in_patterns = tokens(",:" + _MARKS + "}])" + _DIGITS + _LETTERS + "({[ \n\\")
+        self.separating = tokens("0nA,:" + _MARKS + "}])")
         self.kinds = tokens("@-./_:0nA")
         self.ending = tokens('}]",:')
         self.values = tokens(_DIGITS + _LETTERS + "[{" + _MARKS + "\\")
@@ -99,11 +101,12 @@ class _Search:
         if known.any_text and all(self._allows(token) for token in known.any_text):
             found = self._closing() or self._first(self._markers) or self._first(known.filling)
         elif any(self._allows(token) for token in known.text):
-            found = self._first(known.quote) or self._closing_soon() or self._least_used(known.in_patterns)
+            found = self._first(known.quote) or self._closing_soon()
+            found = found or self._least_used(known.separating) or self._least_used(known.in_patterns)
         elif found := self._first(known.ending):
             self._uses.clear()
         else:
-            found = self._least_used(known.values) or self._first(known.space)
+            found = self._least_used(known.separating) or self._least_used(known.values) or self._first(known.space)
         return found or self._first(self._markers) or self._any()
 
     def _allows(self, *tokens: int) -> int:

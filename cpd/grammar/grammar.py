@@ -138,10 +138,25 @@ def _check_schema(schema: dict[str, Any]) -> None:
         found = [item for value in level for item in _items(value)]
         for text in (item for item in found if isinstance(item, str)):
             _check_size(text, MAX_EXPRESSION_BYTES)
+        for value in level:
+            if isinstance(value, dict):
+                _check_min_properties(value)
         level = [item for item in found if isinstance(item, dict | list)]
         if not level:
             return
     raise GrammarError(f"the schema is nested more than {MAX_DEPTH} levels deep; use $defs and $ref")
+
+
+def _check_min_properties(schema: dict[str, Any]) -> None:
+    """Raises GrammarError if an object could have a name twice, and so fewer properties than were counted."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    names = len(required) if isinstance(required, list) else 0
+    are_free = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if isinstance(least, int) and least > names + 1 and are_free:
+        raise GrammarError(
+            f"minProperties: {least} can't be enforced, because names that are not in 'required' may repeat; "
+            f"at most {names + 1} is possible here"
+        )
 
 
 def _items(value: dict[str, Any] | list[Any]) -> list[Any]:

@@ -42,12 +42,14 @@ async def complete(
     stream: bool = False,
     headers: Mapping[str, str] | None = None,
     on_event: Callable[[], None] = lambda: None,
+    on_begin: Callable[[str], None] = lambda worker: None,
     **fields: Any,
 ) -> Answer:
     """Requests a completion of `prompt`, greedy and without stop tokens unless `fields` override it.
 
     Args:
         on_event: Called for each event of a stream.
+        on_begin: Called before them, with the name of the worker.
 
     Raises:
         httpx.HTTPError: The request failed.
@@ -62,9 +64,8 @@ async def complete(
         **fields,
     }
     if stream:
-        return await _stream(
-            http, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers, on_event
-        )
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        return await _stream(http, streamed, headers, on_event, on_begin)
     response = await http.post("/v1/completions", json=body, headers=headers)
     _check(response, response.text)
     whole = response.json()
@@ -92,7 +93,11 @@ async def begin(http: httpx.AsyncClient, prompt: Sequence[int], **fields: Any) -
 
 
 async def _stream(
-    http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None, on_event: Callable[[], None]
+    http: httpx.AsyncClient,
+    body: dict[str, Any],
+    headers: Mapping[str, str] | None,
+    on_event: Callable[[], None],
+    on_begin: Callable[[str], None],
 ) -> Answer:
     answer = Answer()
     end = error = ""
@@ -101,6 +106,7 @@ async def _stream(
             _check(response, (await response.aread()).decode())
         answer.route = response.headers["x-cpd-route"]
         answer.worker = response.headers["x-cpd-decode-worker"]
+        on_begin(answer.worker)
         async for line in _lines(response):
             if not line:
                 continue
