@@ -7,6 +7,7 @@ that keeps up gets each token at once. Status and headers are sent with the firs
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.errors import ApiError, error_event
 from router.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Value
 
 INLINE_TOKENS = 256
 """Length of the longest output that is parsed on the event loop, in about a millisecond."""
@@ -122,9 +126,9 @@ class CompletionResponse(Response):
             report["output_tokens"] = self.usage["completion_tokens"]
         return report
 
-    def trace_report(self) -> dict[str, str | bool | int | float | list[str]]:
+    def trace_report(self) -> "dict[str, Value]":
         """Ends, times and tokens of the call for its span, once the response has ended."""
-        report: dict[str, str | bool | int | float | list[str]] = {
+        report: dict[str, Value] = {
             "gen_ai.response.finish_reasons": [choice.finish or self.outcome for choice in self._choices]
         }
         if self._ttft_s is not None:
