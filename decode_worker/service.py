@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cpd.grammar.grammar import GrammarError
 from cpd.rpc import cpd_pb2 as pb
@@ -19,6 +20,9 @@ from worker.page_sender import SourcePool
 from worker.router_session import RouterSession
 from worker.service import Outlook
 from worker.wire_format import InvalidRequestError, request_from_wire
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Value
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +262,7 @@ class DecodeService:
         tracing = self._context.tracing
         if tracing is None or not message.traceparent:
             return None
-        about = {"cpd.request_id": message.trace_id, "cpd.attempt": message.attempt}
+        about: dict[str, Value] = {"cpd.request_id": message.trace_id, "cpd.attempt": message.attempt}
         span = tracing.begin("answer", received, {"traceparent": message.traceparent}, about)
         return AnswerTrace(span, received) if span is not None else None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -126,7 +127,7 @@ def _trade_chart(points: Sequence[Point], sweep: Sweep) -> Chart:
         ("TTFT p99", lambda summary: summary.ttft_ms.p99),
         ("ITL p99", lambda summary: summary.itl_ms.p99),
     ]
-    traces = [
+    traces: list[dict[str, Any]] = [
         {
             "type": "scatter",
             "mode": "lines+markers",

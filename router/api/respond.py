@@ -10,6 +10,7 @@ proxies from closing the connection, also while a stream stands still in the mid
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,6 +25,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.errors import ApiError
 from router.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from cpd.common.tracing import Value
 
 COMMENT_S = 5.0
 """Interval of the comments in a stream that waits for a model to wake, in seconds; the first one opens the stream."""
@@ -134,9 +138,9 @@ class CompletionResponse(Response):
             report["output_tokens"] = self.usage["completion_tokens"]
         return report
 
-    def trace_report(self) -> dict[str, str | bool | int | float | list[str]]:
+    def trace_report(self) -> "dict[str, Value]":
         """Ends, times and tokens of the call for its span, once the response has ended."""
-        report: dict[str, str | bool | int | float | list[str]] = {
+        report: dict[str, Value] = {
             "gen_ai.response.finish_reasons": [choice.finish or self.outcome for choice in self._choices]
         }
         if self._ttft_s is not None:

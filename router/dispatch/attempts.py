@@ -29,7 +29,7 @@ from router.placement.moves import Move
 from router.placement.policy import Placement
 
 if TYPE_CHECKING:
-    from cpd.common.tracing import TracedSpan
+    from cpd.common.tracing import TracedSpan, Value
 
 PROBATION_TOKENS = 4
 """A request whose worker crashed is a suspect until it has this many more tokens. They take it past the step at which
@@ -293,7 +293,7 @@ class Attempt:
         """
         request, prefix_source = self.request, None
         if request.trace is not None:
-            about = {
+            about: dict[str, Value] = {
                 "cpd.attempt": self.number + 1,
                 "cpd.route": placement.route,
                 "cpd.worker": placement.decode.worker_id,

@@ -37,11 +37,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _work(cluster: Cluster) -> None:
-    """A request over each route."""
+    """A request over each route, with prompts that no cache has."""
     for prompt in (SHORT, LONG):
         body = {
             "model": "tiny",
-            "prompt": [*prompt, 5 + time.monotonic_ns() % 500],
+            "prompt": [5 + time.monotonic_ns() % 500, *prompt],
             "max_tokens": 5,
             "ignore_eos": True,
         }

@@ -60,16 +60,13 @@ async def test_requests_count_under_both_names(router: Router) -> None:
 async def test_a_histogram_sums_what_ours_has_apart(
     start_router: StartRouter, start_worker: StartWorker, says: Says
 ) -> None:
-    script = says(REPLY)
+    scripts = [says(REPLY), says(REPLY, prefill_worker="prefill-0")]
 
-    async def alternating(submit: pb.Submit) -> AsyncIterator[Answer]:
-        async for output in script(submit):
-            if isinstance(output, pb.Output) and output.HasField("prefilled") and len(worker.submits) > 1:
-                output.prefilled.prefill_worker = "prefill-0"
+    async def one_after_the_other(submit: pb.Submit) -> AsyncIterator[Answer]:
+        async for output in scripts.pop(0)(submit):
             yield output
 
-    worker = await start_worker(alternating)
-    router = await start_router(worker)
+    router = await start_router(await start_worker(one_after_the_other))
     for _ in range(2):
         (await router.http.post("/v1/chat/completions", json=CHAT)).raise_for_status()
     text = (await router.http.get("/metrics")).text
