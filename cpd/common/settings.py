@@ -100,6 +100,10 @@ class ModelSettings(Settings):
         description="Bits of linear layers' weights: as in the checkpoint, or 8 or 4 bits in groups of 32, quantised "
         "at start. On CPUs only.",
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Type of KV pages: that of activations, or 8 bits with a scale for each token and head, on CPUs.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to run; auto takes GPUs if there are any."
     )
@@ -456,7 +460,7 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
             return self
         (one,) = (one for one in self.models if one.name == name)
         own = one.model_dump(
-            include={"model", "dtype", "quantization", "max_model_len", "kv_memory", "prefill", "combined"}
+            include={"model", "dtype", "quantization", "kv_dtype", "max_model_len", "kv_memory", "prefill", "combined"}
         )
         given = {setting: value for setting, value in own.items() if value is not None}
         return self.model_copy(update={"models": [], "served_model_name": name, **given})
