@@ -71,7 +71,7 @@ def directory_of(path: Path) -> Path:
             unfinished = Path(scratch, "model")
             unfinished.mkdir()
             for name, text in contents.items():
-                (unfinished / name).write_text(text)
+                (unfinished / name).write_text(text, encoding="utf-8")
             (unfinished / GGUF_FILE).symlink_to(path)
             unfinished.replace(directory)
     except OSError as error:
@@ -124,8 +124,8 @@ def _config_files(file: GgufFile) -> dict[str, str]:
         "num_key_value_heads": fields.get("attention.head_count_kv"),
         "head_dim": fields.get("attention.key_length"),
         "max_position_embeddings": fields.need("context_length"),
-        "rms_norm_eps": fields.need("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.get("rope.freq_base", 10_000.0),
+        "rms_norm_eps": _shortest(fields.need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(fields.get("rope.freq_base", 10_000.0)),
         "rope_scaling": _rope_scaling(fields),
         "vocab_size": len(fields.texts("tokenizer.ggml.tokens")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -146,6 +146,11 @@ def _config_files(file: GgufFile) -> dict[str, str]:
     return {"config.json": json.dumps(known), "generation_config.json": json.dumps({"eos_token_id": [eos, *ends]})}
 
 
+def _shortest(number: float) -> float:
+    """The shortest number in decimals that float32 rounds to this one: the original one of the checkpoint."""
+    return float(f"{number:.7g}")
+
+
 def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     if "rope_freqs.weight" in fields.file.tensors:
         raise CheckpointError(
@@ -156,7 +161,7 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     if kind == "none":
         return None
     original = fields.get("rope.scaling.original_context_length")
-    scaling = {"rope_type": kind, "factor": fields.need("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": _shortest(fields.need("rope.scaling.factor"))}
     return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
 

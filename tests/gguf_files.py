@@ -60,7 +60,8 @@ def write_gguf(directory: Path, path: Path, types: Mapping[str, Types], **fields
     Args:
         directory: Has the checkpoint.
         path: The file to write.
-        types: Type of a matrix by a part of its name in the file; that of "" for the others.
+        types: Type of a matrix by a part of its name in the file, after a space; that of "" for the others. One whose
+            rows are no whole blocks gets Q8_0.
         fields: Metadata to replace; None to leave one out.
 
     Returns:
@@ -84,9 +85,11 @@ def write_gguf(directory: Path, path: Path, types: Mapping[str, Types], **fields
         return torch.arange(rows).view(of_heads, 2, rows // of_heads // 2).transpose(1, 2).flatten()
 
     def add(own: str, tensor: torch.Tensor) -> torch.Tensor:
-        kind = next(kind for part, kind in types.items() if part in own)
+        kind = next(kind for part, kind in types.items() if part in f" {own}")
         if tensor.dim() == 1 or "gate_inp" in own:
             kind = Types.F32
+        elif tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = Types.Q8_0
         if kind in (Types.Q4_K, Types.Q6_K):
             data = random_blocks(tuple(tensor.shape), kind, rng)
         else:
