@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_decompressed_weights(
     expected = oracle_logits(decompressed, tokens)
     assert load(compressed).dtype == dtype
     error = (logits_of(load(compressed, dtype="float32"), tokens) - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.median() < (1e-5 if "float" in name else 0.05)
+    assert error.median() < (1e-5 if "float" in name else 0.1)
     assert "are not used" not in caplog.text
 
 
