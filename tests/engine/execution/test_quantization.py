@@ -75,8 +75,8 @@ def test_logits_are_those_of_the_dequantised_weights(
 ) -> None:
     """`tolerance`: the error of a token's logits relative to them, in the median of the tokens.
 
-    These models amplify errors, in bf16 also without quantisation. Where two experts are about equally probable, the error
-    of the activations chooses the other one.
+    These models amplify errors, in bf16 also without quantisation. Where two experts are about equally probable, the
+    error of the activations chooses the other one.
     """
     directory = checkpoint(family, **WHOLE_GROUPS)
     tokens = prompt_of(90)
