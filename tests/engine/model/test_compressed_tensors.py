@@ -41,7 +41,7 @@ def scale_of(weight: torch.Tensor, weights: dict[str, Any]) -> torch.Tensor:
     most = 448.0 if weights["type"] == "float" else 2 ** (weights["num_bits"] - 1) - 0.5
     if weights["strategy"] == "tensor":
         return weight.abs().amax().view(1) / most
-    return weight.unflatten(1, (-1, weights.get("group_size", weight.shape[1]))).abs().amax(-1) / most
+    return weight.view(len(weight), -1, weights.get("group_size", weight.shape[1])).abs().amax(-1) / most
 
 
 @pytest.fixture

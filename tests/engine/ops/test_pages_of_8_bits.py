@@ -35,7 +35,7 @@ def quantized(pool: torch.Tensor) -> torch.Tensor:
 
 def dequantized(pool: torch.Tensor, dim: int) -> torch.Tensor:
     """The reverse."""
-    numbers = pool[..., : BLOCK_SIZE * dim].contiguous().view(torch.int8).unflatten(-1, (BLOCK_SIZE, dim))
+    numbers = pool[..., : BLOCK_SIZE * dim].contiguous().view(torch.int8).view(*pool.shape[:-1], BLOCK_SIZE, dim)
     return numbers.float() * pool[..., BLOCK_SIZE * dim :].contiguous().view(torch.float32)[..., None]
 
 
