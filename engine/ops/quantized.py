@@ -80,7 +80,7 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
 
 def _in_groups(x: torch.Tensor) -> torch.Tensor:
     """[out, in] -> [out, groups, GROUP]"""
-    return x.view(len(x), -1, GROUP)
+    return x.reshape(len(x), -1, GROUP)
 
 
 def _to_int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
