@@ -36,7 +36,7 @@ _KINDS: tuple[Kind, ...] = (*_WORKERS, "router")
 _ORDER: tuple[Kind, ...] = ("simulated", *_KINDS)
 _COUNTS = ("combined", "prefill", "routers")
 FIXED = {
-    *("model", "models", "dtype", "quantization", "device", "max_model_len", "transport", "simulate"),
+    *("model", "models", "dtype", "quantization", "kv_dtype", "device", "max_model_len", "transport", "simulate"),
     "served_model_name",
     *("cluster", "host", "port", "redis_url", "ray_address", "secret_file", "detach"),
     *("tls_cert", "tls_key", "log_format", "planner", "min_workers", "max_workers", "device_memory"),

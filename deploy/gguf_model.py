@@ -232,11 +232,10 @@ def _byte_pairs(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
             f"{fields.file.path}: the tokenizer cuts texts as {split}, which is not supported; supported are "
             f"{', '.join(_SPLITS)}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.texts("tokenizer.ggml.merges")]
+    split_merges = (merge.partition(" ") for merge in fields.texts("tokenizer.ggml.merges"))
+    merges = [(left, right) for left, _, right in split_merges]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if wrong := next(
-        (merge for merge in merges if len(merge) != 2 or any(part not in vocabulary for part in merge)), None
-    ):
+    if wrong := next((merge for merge in merges if not vocabulary.keys() >= set(merge)), None):
         raise CheckpointError(f"{fields.file.path}: the tokenizer merges {' and '.join(wrong)}, which are no tokens")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe"))
     pattern = _SPLITS[split]

@@ -184,6 +184,7 @@ def inspect_model(directory: Path, settings: ClusterSettings, workers: int, take
             checkpoint,
             dtype=settings.dtype,
             quantization=settings.quantization,
+            kv_dtype=settings.kv_dtype,
             max_model_len=settings.max_model_len,
         )
     if settings.host_kv_memory:

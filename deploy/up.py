@@ -200,8 +200,12 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
             shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
             of = f" of {one.served_model_name}" if settings.models else ""
             console.print(f"Default sampling{of}, from the model's generation_config.json: {shown}", soft_wrap=True)
-    ids = {model for model in given if not Path(model).expanduser().is_dir()}
-    for_all = {model: model if model in ids and settings.ray_address else directories[model] for model in given}
+    paths = {model: Path(model).expanduser() for model in given}
+    ids = {model for model, path in paths.items() if not path.exists()}
+    for_all = directories
+    if settings.ray_address:  # each machine has its own directory of a download or a GGUF file
+        files = {model: str(path.resolve()) for model, path in paths.items() if path.is_file()}
+        for_all = {**directories, **dict(zip(ids, ids, strict=True)), **files}
     own_name = settings.model if settings.model in ids else Path(models[0].model).name
     return _with_models(settings, for_all).model_copy(
         update={

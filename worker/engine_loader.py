@@ -44,6 +44,7 @@ def load_engine(settings: WorkerSettings) -> LoadedEngine:
         directory,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        kv_dtype=settings.kv_dtype,
         device=settings.device,
         kv_bytes=settings.kv_memory,
         gpu_memory=settings.gpu_memory,

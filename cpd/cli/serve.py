@@ -45,13 +45,6 @@ ONE_VALUE: Mapping[str, Mapping[str, Sequence[str]]] = {
     "--generation-config": {"auto": (), "vllm": ("--sampling-defaults", "openai")},
     "--kv-cache-dtype": {"auto": ()},
     "--pipeline-parallel-size": {"1": ()},
-    "--quantization": {
-        "compressed-tensors": (),
-        "gguf": (),
-        "none": (),
-        "int8": ("--quantization", "int8"),
-        "int4": ("--quantization", "int4"),
-    },
     "--seed": {"0": ()},
     "--task": {"auto": (), "generate": ()},
     "--tensor-parallel-size": {"1": ()},
@@ -60,6 +53,7 @@ ONE_VALUE: Mapping[str, Mapping[str, Sequence[str]]] = {
 """Flags of which only these values are taken, with what they become."""
 
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "--quantization": {"compressed-tensors": "none", "gguf": "none"},  # a checkpoint shows how it is quantised
     "--reasoning-parser": {"deepseek_r1": "think", "qwen3": "think"},
     "--tool-call-parser": {"llama4_pythonic": "pythonic"},
 }

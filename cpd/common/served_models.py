@@ -24,8 +24,8 @@ class ServedModel(BaseModel):
         name: Name in the API, and the beginning of its workers' names.
         aliases: Other names in the API.
         model: Checkpoint directory or Hugging Face id.
-        dtype, quantization, max_model_len, kv_memory, fairness, sleep: As the settings of the same name; None: as those
-            say.
+        dtype, quantization, kv_dtype, max_model_len, kv_memory, fairness, sleep: As the settings of the same name; None: as
+            those say.
         prefill: Number of prefill workers.
         combined: Number of combined workers.
     """
@@ -37,6 +37,7 @@ class ServedModel(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     quantization: Literal["none", "int8", "int4"] | None = None
+    kv_dtype: Literal["auto", "int8"] | None = None
     max_model_len: Annotated[int, Field(ge=0)] | None = None
     kv_memory: ByteSize | None = None
     fairness: Fairness | None = None

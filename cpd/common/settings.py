@@ -48,7 +48,18 @@ _ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5
 MOST_SLO_MS = 1e9
 """Longest latency target, in ms (eleven days)."""
 
-OF_MODEL = ("model", "dtype", "quantization", "max_model_len", "kv_memory", "prefill", "combined", "fairness", "sleep")
+OF_MODEL = (
+    "model",
+    "dtype",
+    "quantization",
+    "kv_dtype",
+    "max_model_len",
+    "kv_memory",
+    "prefill",
+    "combined",
+    "fairness",
+    "sleep",
+)
 """Settings that an entry of `models` may have."""
 
 SHARED_DEVICE = ("staging_memory", "residency", "fairness", "sleep")
@@ -117,6 +128,10 @@ class ModelSettings(Settings):
         "none",
         description="Bits of linear layers' weights: as in the checkpoint, or 8 or 4 bits in groups of 32, quantised "
         "at start. On CPUs only.",
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Type of KV pages: that of activations, or 8 bits with a scale for each token and head, on CPUs.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to run; auto takes GPUs if there are any."

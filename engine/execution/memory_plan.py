@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
-from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig, Quantization
+from engine.model.config import DTYPE_BYTES, Dtype, KvDtype, ModelConfig, Quantization
 from engine.model.parameters import Parameter, expected_tensors, head_of, parameters
 from engine.model.weights import Checkpoint
 from engine.ops.quantized import GROUP, SCALE_BYTES
@@ -37,7 +38,7 @@ class MemoryPlan:
     config: ModelConfig
     tensors: dict[str, tuple[int, ...]]
     dtype: Dtype
-    kv_dtype: Dtype
+    kv_dtype: KvDtype
     bits: frozenset[int]
     weight_bytes: int
     page_bytes: int
@@ -57,29 +58,43 @@ class MemoryPlan:
     @property
     def types(self) -> str:
         """Types of activations and weights, for people."""
-        if not self.bits:
-            return self.dtype
-        return f"{self.dtype} with {' and '.join(f'int{bits}' for bits in sorted(self.bits))} weights"
+        parts = [f"{' and '.join(f'int{bits}' for bits in sorted(self.bits))} weights"] if self.bits else []
+        if self.kv_dtype != self.dtype:
+            parts.append(f"{self.kv_dtype} KV pages")
+        return f"{self.dtype} with {' and '.join(parts)}" if parts else self.dtype
+
+    @property
+    def needs_kernels(self) -> bool:
+        """True if only the compiled CPU kernels compute this."""
+        return bool(self.bits) or self.kv_dtype == "int8"
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ConfigError if the device does not compute quantised weights."""
-        if not self.bits:
+        """Raises ConfigError if the device does not compute quantised weights or pages."""
+        if not self.needs_kernels:
             return
         if device.type != "cpu":
-            raise ConfigError("quantised weights run on CPUs only; use --device cpu, or weights that are not quantised")
+            other = "weights that are not quantised" if self.bits else "--kv-dtype auto"
+            what = "weights" if self.bits else "KV pages"
+            raise ConfigError(f"quantised {what} run on CPUs only; use --device cpu, or {other}")
         if self.dtype == "float16":
-            raise ConfigError("quantised weights are not computed in float16; use --dtype bfloat16")
+            raise ConfigError("quantised weights and KV pages are not computed in float16; use --dtype bfloat16")
 
 
 def plan_memory(
-    config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int, quantization: Quantization = "none"
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    max_model_len: int,
+    quantization: Quantization = "none",
+    kv_dtype: Literal["auto", "int8"] = "auto",
 ) -> MemoryPlan:
     """Checks a checkpoint against the settings, in milliseconds: no weights are read.
 
     Args:
         config: As `load_config` returned it.
         checkpoint: Tensors of the same directory.
-        dtype, max_model_len, quantization: See `engine.execution.runner.TorchRunner`.
+        dtype, max_model_len, quantization, kv_dtype: See `engine.execution.runner.TorchRunner`.
 
     Raises:
         CheckpointError: The directory cannot be served.
@@ -93,15 +108,15 @@ def plan_memory(
     sizes = list(_sizes(config, checkpoint, quantization))
     _check_groups(sizes)
     length = _resolve_length(max_model_len, config)
-    kv_dtype = weights  # attention kernels take queries and pages of one type
+    in_pages: KvDtype = weights if kv_dtype == "auto" else kv_dtype
     return MemoryPlan(
         config=replace(config, max_model_len=length, windows=_effective_windows(config, length)),
         tensors=tensors,
         dtype=weights,
-        kv_dtype=kv_dtype,
+        kv_dtype=in_pages,
         bits=frozenset(bits for _, bits in sizes if bits is not None),
         weight_bytes=sum(_bytes_of(parameter, bits, DTYPE_BYTES[weights]) for parameter, bits in sizes),
-        page_bytes=config.page_bytes(kv_dtype),
+        page_bytes=config.page_bytes(in_pages),
     )
 
 

@@ -6,6 +6,7 @@ import math
 import mmap
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -37,7 +38,7 @@ class TorchRunner:
         dtype: Types of activations and weights, for people.
         num_pages: Pages in the pool.
         page_bytes: Bytes of one page.
-        pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D], of the KV type.
+        pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D], of the KV type; in int8 [.., Hkv, bytes of a head], of bytes.
         kernels: Description of the kernels in use.
         fingerprint: Equal on workers that can exchange pages.
         full, splits: See `Executor`.
@@ -52,6 +53,7 @@ class TorchRunner:
         kv_bytes: int | None,
         max_model_len: int,
         quantization: Quantization = "none",
+        kv_dtype: Literal["auto", "int8"] = "auto",
         gpu_memory: float = 1.0,
         max_num_seqs: int = 128,
         graphs: bool = True,
@@ -67,6 +69,7 @@ class TorchRunner:
             kv_bytes: Bytes of the KV pool; None for `engine.execution.memory_limits.default_pool`.
             max_model_len: Longest prompt plus output in tokens; 0 for the checkpoint's limit.
             quantization: How to quantise the weights of linear layers.
+            kv_dtype: Type of keys and values in pages; auto for `dtype`.
             gpu_memory: Share of a GPU's memory that the runner may use, if `kv_bytes` is None.
             max_num_seqs: Most sequences in one step.
             graphs: True to capture a GPU's decode steps as CUDA graphs.
@@ -81,10 +84,19 @@ class TorchRunner:
         self._model_dir = model_dir
         config = load_config(model_dir)
         with open_checkpoint(model_dir, config) as checkpoint:
-            plan = plan_memory(config, checkpoint, dtype=dtype, quantization=quantization, max_model_len=max_model_len)
+            plan = plan_memory(
+                config,
+                checkpoint,
+                dtype=dtype,
+                quantization=quantization,
+                max_model_len=max_model_len,
+                kv_dtype=kv_dtype,
+            )
             self._tensors = plan.tensors
             self.dtype, self.page_bytes = plan.types, plan.page_bytes
-            torch_dtype, kv_dtype = (getattr(torch, name) for name in (plan.dtype, plan.kv_dtype))
+            torch_dtype: torch.dtype = getattr(torch, plan.dtype)
+            in_pages = torch.uint8 if plan.kv_dtype == "int8" else torch_dtype
+            page_shape = config.page_shape(plan.kv_dtype)
             self._device = resolve_device(device)
             plan.check_device(self._device)
             if kv_bytes is None:
@@ -98,7 +110,7 @@ class TorchRunner:
             heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.has_windows)
             with torch.inference_mode():
                 progress("preparing kernels", 0.0)  # takes minutes the first time on a GPU
-                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs, bool(plan.bits))
+                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs, plan.needs_kernels)
                 progress("preparing kernels", 1.0)
                 self.kernels = ops.kernels
                 self._model = model = Decoder(
@@ -121,7 +133,7 @@ class TorchRunner:
                 log.warning(
                     "models with experts run without CUDA graphs: which experts are used is decided in the step"
                 )
-            pool = _zeros((self.num_pages + 1, *config.page_shape), kv_dtype, self._device)
+            pool = _zeros((self.num_pages + 1, *page_shape), in_pages, self._device)
             self._cuda = make_lanes(
                 model,
                 ops,
@@ -135,7 +147,7 @@ class TorchRunner:
             self.pool = pool[: self.num_pages]  # the last page takes the padding of captured decodes
             self.full, self.splits = self._cuda.full, self._cuda.splits
         else:
-            self.pool = _zeros((self.num_pages, *config.page_shape), kv_dtype, self._device)
+            self.pool = _zeros((self.num_pages, *page_shape), in_pages, self._device)
             kv = [self.pool[:, layer] for layer in range(config.num_layers)]
             step, cores = ModelStep(model, kv, sampler, self._device), torch.get_num_threads()
             self.full = CallerLane(step, cores)
@@ -182,7 +194,7 @@ class TorchRunner:
         """
         num_slots = count_slots(host_bytes, self.page_bytes)
         check_host_memory(host_bytes)
-        shape = (num_slots, *self.config.page_shape)
+        shape = (num_slots, *self.pool.shape[1:])
         slots = _zeros(shape, self.pool.dtype, torch.device("cpu"))
         if self._device.type == "cuda":
             from engine.execution.cuda.host_memory import CudaHostMemory, pin

@@ -19,6 +19,11 @@ DTYPE_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Quantization = Literal["none", "int8", "int4"]
 
+KvDtype = Literal["float32", "bfloat16", "float16", "int8"]
+"""Type of the numbers in pages. Those in int8 have a scale in float32 for each token and head."""
+
+_SCALE_BYTES = 4
+
 _TOO_LARGE = 1 << 40
 """A config.json with a number this large is damaged."""
 
@@ -191,14 +196,20 @@ class ModelConfig:
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
-    @property
-    def page_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, keys and values, key-value heads, tokens, head size]"""
-        return self.num_layers, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim
+    def page_shape(self, kv_dtype: KvDtype) -> tuple[int, ...]:
+        """[layers, keys and values, key-value heads, tokens, head size]
 
-    def page_bytes(self, kv_dtype: Dtype) -> int:
+        In int8 the last two are bytes: the numbers, and then the scale of each token. So a range of heads stays
+        contiguous, with its scales.
+        """
+        outer = self.num_layers, 2, self.num_kv_heads
+        if kv_dtype == "int8":
+            return *outer, BLOCK_SIZE * (self.head_dim + _SCALE_BYTES)
+        return *outer, BLOCK_SIZE, self.head_dim
+
+    def page_bytes(self, kv_dtype: KvDtype) -> int:
         """Bytes of one page of the KV pool."""
-        return math.prod(self.page_shape) * DTYPE_BYTES[kv_dtype]
+        return math.prod(self.page_shape(kv_dtype)) * (1 if kv_dtype == "int8" else DTYPE_BYTES[kv_dtype])
 
 
 def load_config(model_dir: Path) -> ModelConfig:

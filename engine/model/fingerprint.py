@@ -8,14 +8,14 @@ from pathlib import Path
 
 from cpd.common.blocks import BLOCK_SIZE
 from engine.model.checkpoint import open_checkpoint
-from engine.model.config import Dtype, ModelConfig, Quantization
+from engine.model.config import Dtype, KvDtype, ModelConfig, Quantization
 
 _WHOLE_BYTES = 64 << 10
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def model_fingerprint(
-    model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dtype: Dtype, quantization: Quantization = "none"
+    model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dtype: KvDtype, quantization: Quantization = "none"
 ) -> bytes:
     """Digests everything that a KV page's content depends on. Workers with equal digests can exchange pages.
 

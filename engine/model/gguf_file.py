@@ -102,7 +102,7 @@ class _Header:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self._damaged(f"its alignment is {alignment}")
         start = -(-self._at // alignment) * alignment
-        tensors = {name: self._tensor(name, *place, start) for name, *place in places}
+        tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in places}
         return GgufFile(self._path, metadata, tensors)
 
     def _place(self) -> tuple[str, list[int], int, int]:
@@ -112,7 +112,7 @@ class _Header:
         sizes = [self._number("Q") for _ in range(dimensions)]
         return name, sizes[::-1], self._number("I"), self._number("Q")
 
-    def _tensor(self, name: str, shape: list[int], kind: int, offset: int, start: int) -> GgufTensor:
+    def _tensor(self, name: str, shape: list[int], kind: int, begin: int) -> GgufTensor:
         type_name = _NUMBERS.get(kind)
         if type_name is None:
             raise CheckpointError(
@@ -124,7 +124,6 @@ class _Header:
             total *= size
         if not shape or not 0 < total < _TOO_LARGE or shape[-1] % elements:
             raise self._damaged(f"tensor {name} of type {type_name} has shape {shape}")
-        begin = start + offset
         end = begin + total // elements * block_bytes
         if end > len(self._data):
             raise self._damaged(f"tensor {name} ends after the file does")

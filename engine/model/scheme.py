@@ -62,4 +62,4 @@ def read_scheme(fields: dict[str, Any]) -> Scheme:
     stored = fields.get("format")
     if stored not in _STORED[name] or (kind == "float" and group):
         raise ValueError(f"its {name} weights are stored as {stored} with strategy {strategy}")
-    return Scheme(kind, bits, stored == "pack-quantized", group)
+    return Scheme("int" if kind == "int" else "float", 4 if name == "int4" else 8, stored == "pack-quantized", group)

@@ -35,16 +35,16 @@ _GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 def make_ops(
-    device: torch.device, dtype: torch.dtype, heads: Heads, max_decodes: int = 1, quantized: bool = False
+    device: torch.device, dtype: torch.dtype, heads: Heads, max_decodes: int = 1, needs_kernels: bool = False
 ) -> Ops:
     """Makes the fastest ops that work on this machine.
 
     Args:
         max_decodes: Most decodes of one step.
-        quantized: True if weights are quantised; then the device is a CPU.
+        needs_kernels: True if weights or KV pages are quantised; then the device is a CPU.
 
     Raises:
-        ConfigError: Weights are quantised, and the kernels for them are not available.
+        ConfigError: The kernels that are needed are not available.
     """
     if device.type == "cuda":
         return make_cuda_ops(device, dtype, heads, max_decodes)
@@ -52,8 +52,8 @@ def make_ops(
         try:
             return CpuOps()
         except KernelsUnavailableError as error:
-            if quantized:
-                raise ConfigError(f"quantised weights need the compiled CPU kernels: {error}") from None
+            if needs_kernels:
+                raise ConfigError(f"quantised weights and KV pages need the compiled CPU kernels: {error}") from None
             log.warning("the compiled CPU kernels are not available; using slower ones: %s", error)
     return TorchOps()
 

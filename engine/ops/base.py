@@ -6,7 +6,8 @@ Letters in shapes: T tokens of the step, S sequences, H hidden size, Hq query he
 I width of an MLP, E experts of a layer, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
 
 A layer's view of the KV pool is `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], strided over pages and contiguous within
-a page. The second dimension holds keys, then values.
+a page. The second dimension holds keys, then values. In int8, which only `cpu_ops.py` computes, the view has bytes:
+[num_pages, 2, Hkv, BS · (D + 4)], for each head its numbers [BS, D] and then the scale of each token in float32.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -109,8 +109,7 @@ class CpuOps:
         kv: torch.Tensor,
     ) -> torch.Tensor:
         torch.ops.cpd.rope_store(qkv, batch.positions, batch.slots, cos_sin, q_norm, k_norm, eps, kv)
-        _, _, kv_heads, _, dim = kv.shape
-        return qkv.view(len(qkv), -1, dim)[:, : -2 * kv_heads]
+        return qkv.view(len(qkv), -1, cos_sin.shape[1])[:, : -2 * kv.shape[2]]
 
     def attention(
         self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float, window: int | None = None

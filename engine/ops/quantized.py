@@ -40,7 +40,7 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """Returns the weight in float32: [out, in]"""
-        groups = self.values.float().unflatten(1, (-1, GROUP))
+        groups = _in_groups(self.values.float())
         scales = self.scales.float()[..., None]
         if self.minima is None:
             return (scales * (groups - (1 << self.bits - 1))).flatten(1)
@@ -71,11 +71,16 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     step = max(1, _AT_ONCE // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        quantized, scale = of_groups(weight[part].float().unflatten(1, (-1, GROUP)))
+        quantized, scale = of_groups(_in_groups(weight[part].float()))
         values[part], scales[part] = quantized.flatten(1), scale
     if not scales.isfinite().all():
         raise ValueError("it holds numbers that are not finite, or too large for a scale in float16")
     return QuantizedWeight(bits, values, scales)
+
+
+def _in_groups(x: torch.Tensor) -> torch.Tensor:
+    """[out, in] -> [out, groups, GROUP]"""
+    return x.reshape(len(x), -1, GROUP)
 
 
 def _to_int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,6 +77,7 @@ def _load(settings: ModelSettings, model_dir: Path, on_progress: Progress) -> To
         model_dir,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        kv_dtype=settings.kv_dtype,
         device=settings.device,
         kv_bytes=settings.kv_memory,
         gpu_memory=settings.gpu_memory,

@@ -232,8 +232,8 @@ class Workers:
         if model.fingerprint not in (b"", hello.fingerprint):
             raise RefusedError(
                 f"it serves another model or dtype (fingerprint {hello.fingerprint.hex()[:16]}) than the other workers "
-                f"({model.fingerprint.hex()[:16]}); start all workers with the same --model, --dtype and "
-                "--quantization"
+                f"({model.fingerprint.hex()[:16]}); start all workers with the same --model, --dtype, "
+                "--quantization and --kv-dtype"
             )
         if model.vocab_size not in (0, hello.vocab_size):
             raise RefusedError(f"its vocabulary has {hello.vocab_size} tokens, the other workers' {model.vocab_size}")

@@ -65,13 +65,18 @@ async def test_bfloat16_answers_are_within_rounding_of_transformers(checkpoint: 
                 oracle.check(prompt, answer.token_ids, temperature=temperature, seed=99, margin=BF16_MARGIN)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("quantization", "kv_dtype"), [("int8", "auto"), ("int4", "int8"), ("none", "int8")])
 async def test_quantised_answers_are_the_same_on_any_route_and_in_any_batch(
-    checkpoint: MakeCheckpoint, quantization: str
+    checkpoint: MakeCheckpoint, quantization: str, kv_dtype: str
 ) -> None:
     directory = checkpoint("qwen3_moe", moe_intermediate_size=64)
     prompts = Oracle(directory).prompts(MIXED_LENGTHS, seed=9)
-    settings = {"long_prefill_tokens": LONG, "quantization": quantization, "kv_checksum": True}
+    settings = {
+        "long_prefill_tokens": LONG,
+        "quantization": quantization,
+        "kv_dtype": kv_dtype,
+        "kv_checksum": True,
+    }
     with Cluster(model=str(directory), served_model_name=MODEL, **settings) as cluster:
         together = await complete_all(cluster.url, prompts, at_once=16)
         assert {answer.route for answer in together} == {"local", "remote"}

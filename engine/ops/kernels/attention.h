@@ -66,8 +66,9 @@ struct AttentionMemory {
         parts(plan.parts * part_floats) {}
 };
 
-// Loads kLanes words from each of kLanes rows; zeros from row `rows` and from word `words` on.
-CPD_INLINE void load_square(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, Words (&square)[kLanes]) {
+// Loads kLanes words from each of kLanes rows, which are `stride` bytes apart; zeros from row `rows` and from word `words`
+// on.
+CPD_INLINE void load_square(const uint8_t* from, int64_t stride, int64_t rows, int64_t words, Words (&square)[kLanes]) {
   if (rows >= kLanes && words >= kLanes) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) square[i] = load_words(from + i * stride);
@@ -77,8 +78,39 @@ CPD_INLINE void load_square(const uint32_t* from, int64_t stride, int64_t rows, 
   }
 }
 
+// Words of elements of type T, of as many integers of 8 bits.
+template <typename T>
+CPD_INLINE Words load_int8(const uint8_t* from, int64_t words) {
+  uint8_t bytes[kLanes * kPerWord<T>];
+  if (words < kLanes) {
+    std::memset(bytes, 0, sizeof bytes);
+    std::memcpy(bytes, from, words * kPerWord<T>);
+    from = bytes;
+  }
+  if constexpr (kPerWord<T> == 1) {
+    Bytes elements;
+    std::memcpy(&elements, from, sizeof elements);
+    return (Words)__builtin_convertvector(elements, Floats);
+  } else {
+    Halves pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    const Words both = __builtin_convertvector(pairs, Words);
+    const Floats first = __builtin_convertvector((Ints)(both << 24) >> 24, Floats);
+    const Floats second = __builtin_convertvector((Ints)(both << 16) >> 24, Floats);
+    return (Words)first >> 16 | (Words)second;  // as bf16 they are exact
+  }
+}
+
+// Like `load_square`, of rows of integers of 8 bits.
+template <typename T>
+CPD_INLINE void load_int8_square(const uint8_t* from, int64_t stride, int64_t rows, int64_t words,
+                                 Words (&square)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) square[i] = i < rows ? load_int8<T>(from + i * stride, words) : Words{};
+}
+
 // Prefetches into the second-level cache. Prefetches into the first level stall: too few can be outstanding.
-CPD_INLINE void prefetch_square(const uint32_t* from, int64_t stride) {
+CPD_INLINE void prefetch_square(const uint8_t* from, int64_t stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride, 0, 2);
 }
@@ -210,7 +242,7 @@ class Attention {
         for (int64_t h = 0; h < kv_heads; ++h) score(h, block, t, end);
       if (block < tile_->position + tile_->queries - plan_.window) hide(block, tokens);
       each_row([&](int64_t row, int64_t query, int64_t) {
-        weigh(state, row, std::min(tokens, tile_->position + query + 1 - block), tokens);
+        weigh(state, row, block, std::min(tokens, tile_->position + query + 1 - block), tokens);
       });
       for (int64_t t = 0; t < tokens; t += kLanes)
         for (int64_t h = 0; h < kv_heads; ++h) add_values(h, block, t, end, state);
@@ -218,43 +250,61 @@ class Attention {
   }
 
   // Keys (or values) of `token` for the tile's h-th head.
-  const uint32_t* keys_of(int64_t h, int64_t token) const {
-    const T* page = pages_.keys(table_[token / kPageTokens], tile_->first_head + h);
-    return reinterpret_cast<const uint32_t*>(page + token % kPageTokens * plan_.dim);
+  const uint8_t* keys_of(int64_t h, int64_t token) const {
+    return pages_.keys(table_[token / kPageTokens], tile_->first_head + h) + token % kPageTokens * pages_.row_bytes();
   }
-  const uint32_t* values_of(int64_t h, int64_t token) const { return keys_of(pages_.heads + h, token); }
+  const uint8_t* values_of(int64_t h, int64_t token) const { return keys_of(pages_.heads + h, token); }
+
+  // Scales of the keys (or values) of kLanes tokens, with 8 bits.
+  Floats key_scales(int64_t h, int64_t token) const {
+    return load(pages_.scales(pages_.keys(table_[token / kPageTokens], tile_->first_head + h)) + token % kPageTokens);
+  }
+  Floats value_scales(int64_t h, int64_t token) const { return key_scales(pages_.heads + h, token); }
+
+  // Loads a square from word `word` of each token on.
+  CPD_INLINE void load_tokens(const uint8_t* from, int64_t word, int64_t rows, Words (&square)[kLanes]) const {
+    const int64_t words = plan_.dim / kPerWord<T> - word;
+    if (pages_.has_8_bits) {
+      load_int8_square<T>(from + word * kPerWord<T>, pages_.row_bytes(), rows, words, square);
+    } else {
+      load_square(from + word * 4, pages_.row_bytes(), rows, words, square);
+    }
+  }
 
   // The token whose page to prefetch while `token` is processed.
   static int64_t ahead(int64_t token, int64_t end) { return token + kPageTokens < end ? token + kPageTokens : token; }
 
   // Scores kLanes tokens, from token t of the block on: products of queries and keys. A lane is a token.
   void score(int64_t h, int64_t block, int64_t t, int64_t end) {
-    const int64_t words = plan_.dim / kPerWord<T>;
-    const uint32_t *keys = keys_of(h, block + t), *next = keys_of(h, ahead(block + t, end));
+    const int64_t words = plan_.dim / kPerWord<T>, bytes = pages_.has_8_bits ? kPerWord<T> : 4;  // of a word in a page
+    const uint8_t *keys = keys_of(h, block + t), *next = keys_of(h, ahead(block + t, end));
     const uint32_t* queries = queries_ + h * head_rows_ * memory_.words;
     float* scores = scores_ + h * head_rows_ * kBlock + t;
     for (int64_t r = 0; r < head_rows_; ++r) store(scores + r * kBlock, Floats{});
     for (int64_t w = 0; w < words; w += kLanes) {
       Words square[kLanes];
-      load_square(keys + w, words, kLanes, words - w, square);
-      prefetch_square(next + w, words);
+      load_tokens(keys, w, kLanes, square);
+      prefetch_square(next + w * bytes, pages_.row_bytes());
       transpose(square);
       apply_square<T, 1>(square, queries + w * kFactorsPerWord<T>, memory_.words, head_rows_, scores, kBlock);
     }
+    if (!pages_.has_8_bits) return;
+    const Floats scales = key_scales(h, block + t);
+    for (int64_t r = 0; r < head_rows_; ++r) store(scores + r * kBlock, load(scores + r * kBlock) * scales);
   }
 
   // Adds the values of kLanes tokens, from token t of the block on, times their weights. A lane is a dimension. A word
   // holds two of bf16: a square's even dimensions come first, then the odd ones.
   void add_values(int64_t h, int64_t block, int64_t t, int64_t end, State state) {
-    const int64_t words = plan_.dim / kPerWord<T>;
-    const uint32_t *values = values_of(h, block + t), *next = values_of(h, ahead(block + t, end));
+    const int64_t words = plan_.dim / kPerWord<T>, bytes = pages_.has_8_bits ? kPerWord<T> : 4;  // of a word in a page
+    const uint8_t *values = values_of(h, block + t), *next = values_of(h, ahead(block + t, end));
     const auto* weights = reinterpret_cast<const uint32_t*>(weights_ + h * head_rows_ * kBlock + t);
     float* sums = state.values + h * head_rows_ * state.width;
     for (int64_t w = 0; w < words; w += kLanes) {
       Words square[kLanes];
       // Slots beyond the context hold stale values: their weight is 0, but 0 times infinity is not.
-      load_square(values + w, words, end - block - t, words - w, square);
-      prefetch_square(next + w, words);
+      load_tokens(values, w, end - block - t, square);
+      prefetch_square(next + w * bytes, pages_.row_bytes());
       if constexpr (kPerWord<Factor<T>> == 2) {
         for (int i = 0; i < kLanes; i += 2) {
           const Words first = square[i], second = square[i + 1];
@@ -274,8 +324,9 @@ class Attention {
     });
   }
 
-  // Computes a row's softmax weights from its scores of a block. Its query attends to the first `visible` tokens.
-  void weigh(State state, int64_t row, int64_t visible, int64_t tokens) {
+  // Computes a row's softmax weights from its scores of a block. Its query attends to the first `visible` tokens. Values
+  // of 8 bits are multiplied by their scales here.
+  void weigh(State state, int64_t row, int64_t block, int64_t visible, int64_t tokens) {
     Ints lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     float* scores = scores_ + row * kBlock;
@@ -296,6 +347,10 @@ class Attention {
     for (int64_t i = 0; i < tokens; i += kLanes) {
       Floats x = exp(load(scores + i) - now);
       sums += x;
+      if (pages_.has_8_bits) {  // Slots beyond the context have stale scales.
+        const Floats scaled = x * value_scales(row / head_rows_, block + i);
+        x = lane + (int32_t)i < (int32_t)visible ? scaled : Floats{};
+      }
       store(weights_ + row * kBlock + i, kHasDot<T> ? x : rounded<T>(x));
     }
     store(state.weights + row * kLanes, sums);

@@ -85,11 +85,17 @@ void check_experts(const ExpertsShape& shape, int64_t hidden, const Tensor& gate
 
 template <typename T>
 Pages<T> pages_of(const Tensor& kv) {
-  const int64_t head = kPageTokens * kv.size(4);
-  TORCH_CHECK(kv.size(1) == 2 && kv.size(3) == kPageTokens && kv.stride(4) == 1 && kv.stride(3) == kv.size(4) &&
-                  kv.stride(2) == head && kv.stride(1) == kv.size(2) * head && kv.scalar_type() == kScalarType<T>,
-              "cpd kernels: a layer's pages must be [pages, 2, heads, ", kPageTokens, ", dim], contiguous in a page");
-  return {static_cast<T*>(kv.data_ptr()), kv.stride(0), kv.size(2), kv.size(4)};
+  const bool has_8_bits = kv.scalar_type() == at::kByte;
+  const int64_t dim = has_8_bits ? kv.size(3) / kPageTokens - 4 : kv.size(4);
+  const Pages<T> pages{static_cast<uint8_t*>(kv.data_ptr()), kv.stride(0) * kv.element_size(), kv.size(2), dim, has_8_bits};
+  const int64_t head = pages.head_bytes() / kv.element_size();
+  const bool has_heads = has_8_bits ? kv.dim() == 4 && kv.size(3) == head && kv.stride(3) == 1
+                                    : kv.dim() == 5 && kv.size(3) == kPageTokens && kv.stride(3) == dim &&
+                                          kv.stride(4) == 1 && kv.scalar_type() == kScalarType<T>;
+  TORCH_CHECK(has_heads && kv.size(1) == 2 && kv.stride(2) == head && kv.stride(1) == kv.size(2) * head,
+              "cpd kernels: a layer's pages must be [pages, 2, heads, ", kPageTokens, ", dim], or bytes [pages, 2, heads, ",
+              kPageTokens, " * (dim + 4)], contiguous in a page");
+  return pages;
 }
 
 // Asks for huge pages before the first write: crossing small pages slows streaming.

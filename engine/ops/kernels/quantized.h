@@ -34,30 +34,46 @@ constexpr int kLeftGroup = kFactorWords + 2;
 // Words of `rows` quantised rows.
 inline int64_t left_words(int64_t rows, int64_t k) { return rows * (k / kGroup) * kLeftGroup; }
 
-// A group that holds NaN or infinity makes its row's results NaN or infinite.
+// The sizes of numbers as integers: infinity is over all numbers, and NaN over infinity.
+CPD_INLINE Ints size_bits(Floats x) { return (Ints)((Words)x & 0x7fffffffu); }
+
+// How numbers of up to a largest size become 8 bits. NaN or infinity among them make the scale so, and what is computed
+// with it.
+struct Scale {
+  float scale, inverse;
+
+  CPD_INLINE Ints quantize(Floats x) const {
+    const float shift = 12582912.0f;  // 1.5 · 2^23: adding it leaves the rounded integer in the low bits
+    return (Ints)(x * inverse + shift) - 0x4b400000;
+  }
+};
+
+CPD_INLINE Scale scale_of(Ints sizes) {
+  const float size = reduce((Floats)sizes, [](Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); });
+  return {size / 127.0f, size > 0 ? 127.0f / size : 0.0f};
+}
+
 template <typename T>
 CPD_INLINE void quantize_group(const T* x, uint32_t* to) {
   constexpr int kVectors = kGroup / kLanes;
   Floats values[kVectors];
-  Ints sizes{};  // as integers infinity is over all numbers, and NaN over infinity
+  Ints sizes{};
   for (int i = 0; i < kVectors; ++i) {
     values[i] = load(x + i * kLanes);
-    sizes = larger(sizes, (Ints)((Words)values[i] & 0x7fffffffu));
+    sizes = larger(sizes, size_bits(values[i]));
   }
-  const float size = reduce((Floats)sizes, [](Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); });
-  const float inverse = size > 0 ? 127.0f / size : 0.0f, scale = size / 127.0f;
-  const float shift = 12582912.0f;  // 1.5 · 2^23: adding it leaves the rounded integer in the low bits
+  const Scale scale = scale_of(sizes);
   int8_t elements[kGroup];
   Ints sums{};
   for (int i = 0; i < kVectors; ++i) {
-    const Ints rounded = (Ints)(values[i] * inverse + shift) - 0x4b400000;
+    const Ints rounded = scale.quantize(values[i]);
     store_bytes(elements + i * kLanes, rounded);
     sums += rounded;
   }
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) total += sums[i];
   for (int i = 0; i < kGroup / 4; ++i) store_factor(to + i * kWordsPerDot4, elements + 4 * i);
-  std::memcpy(to + kFactorWords, &scale, 4);
+  std::memcpy(to + kFactorWords, &scale.scale, 4);
   std::memcpy(to + kFactorWords + 1, &total, 4);
 }
 

@@ -15,15 +15,22 @@ namespace cpd {
 
 constexpr int64_t kPageTokens = 16;
 
-// A layer's keys and values: [pages, 2, heads, kPageTokens, dim], contiguous within a page.
+// A layer's keys and values: [pages, 2, heads, range of a head], contiguous within a page.
+//
+// The range of a head is [kPageTokens, dim] of type T; or, with 8 bits, of int8, and then a scale in float32 for each
+// token.
 template <typename T>
 struct Pages {
-  T* data;
-  int64_t page_stride;  // elements from one page to the next
+  uint8_t* data;
+  int64_t page_stride;  // bytes from one page to the next
   int64_t heads, dim;
+  bool has_8_bits;
 
-  T* keys(int64_t page, int64_t head) const { return data + page * page_stride + head * kPageTokens * dim; }
-  T* values(int64_t page, int64_t head) const { return keys(page, heads + head); }
+  int64_t row_bytes() const { return dim * (has_8_bits ? 1 : int64_t(sizeof(T))); }
+  int64_t head_bytes() const { return kPageTokens * (row_bytes() + (has_8_bits ? 4 : 0)); }
+  uint8_t* keys(int64_t page, int64_t head) const { return data + page * page_stride + head * head_bytes(); }
+  uint8_t* values(int64_t page, int64_t head) const { return keys(page, heads + head); }
+  float* scales(uint8_t* head) const { return reinterpret_cast<float*>(head + kPageTokens * dim); }
 };
 
 // to = x / sqrt(mean(x^2) + eps) * weight; `x` and `to` may be the same.
@@ -130,8 +137,28 @@ CPD_INLINE void rotate_head(const T* x, int64_t dim, const float* cos_sin, T* to
   }
 }
 
+// Stores the head of one token into its slot.
+template <typename T>
+CPD_INLINE void store_head(const T* x, const Pages<T>& pages, uint8_t* head, int64_t slot) {
+  const int64_t dim = pages.dim;
+  uint8_t* to = head + slot * pages.row_bytes();
+  if (!pages.has_8_bits) {
+    std::memcpy(to, x, dim * sizeof(T));
+    return;
+  }
+  Ints sizes{};
+  for (int64_t i = 0; i < dim; i += kLanes) sizes = larger(sizes, size_bits(load(x + i, dim - i)));
+  const Scale scale = scale_of(sizes);
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    int8_t elements[kLanes];
+    store_bytes(elements, scale.quantize(load(x + i, dim - i)));
+    std::memcpy(to + i, elements, std::min<int64_t>(kLanes, dim - i));
+  }
+  pages.scales(head)[slot] = scale.scale;
+}
+
 // For qkv [m, (heads + 2 · kv heads) · dim]: normalises (if q_norm is set) and rotates queries in place, does the same
-// to keys while it stores them into pages, and stores the values. Token t has position positions[t] and slot slots[t].
+// to keys, and stores keys and values into pages. Token t has position positions[t] and slot slots[t].
 template <typename T>
 void rope_store(Team& team, T* qkv, int64_t m, int64_t heads, const int32_t* positions, const int32_t* slots,
                 const float* cos_sin, const T* q_norm, const T* k_norm, float eps, const Pages<T>& pages) {
@@ -139,7 +166,7 @@ void rope_store(Team& team, T* qkv, int64_t m, int64_t heads, const int32_t* pos
   team.ranges(m, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const float* angles = cos_sin + positions[token] * dim;
-      const int64_t page = slots[token] / kPageTokens, offset = slots[token] % kPageTokens * dim;
+      const int64_t page = slots[token] / kPageTokens, slot = slots[token] % kPageTokens;
       T* head = qkv + token * width;
       for (int64_t h = 0; h < heads; ++h, head += dim) {
         if (q_norm) normalize(head, q_norm, dim, eps, head);
@@ -147,10 +174,10 @@ void rope_store(Team& team, T* qkv, int64_t m, int64_t heads, const int32_t* pos
       }
       for (int64_t h = 0; h < pages.heads; ++h, head += dim) {
         if (k_norm) normalize(head, k_norm, dim, eps, head);
-        rotate_head(head, dim, angles, pages.keys(page, h) + offset);
+        rotate_head(head, dim, angles, head);
+        store_head(head, pages, pages.keys(page, h), slot);
       }
-      for (int64_t h = 0; h < pages.heads; ++h, head += dim)
-        std::memcpy(pages.values(page, h) + offset, head, dim * sizeof(T));
+      for (int64_t h = 0; h < pages.heads; ++h, head += dim) store_head(head, pages, pages.values(page, h), slot);
     }
   });
 }

@@ -40,7 +40,7 @@ def load(directory: Path, fields: dict[str, Any]) -> ModelConfig:
 def test_missing_fields_of_a_llama_config_are_derived(tmp_path: Path) -> None:
     config = load(tmp_path, LLAMA)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
-    assert config.page_shape == (2, 2, 4, 16, 16)
+    assert config.page_shape("bfloat16") == (2, 2, 4, 16, 16)
     assert config.page_bytes("bfloat16") == 2 * 2 * 4 * 16 * 16 * 2
     assert not config.qk_norm
     assert not config.tie_embeddings

@@ -103,7 +103,7 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
             kv_bytes = NUM_PAGES * config.page_bytes("float32")
             config = plan_memory(config, checkpoint, dtype="float32", max_model_len=LONGEST).in_pool(kv_bytes)[0]
             model = Decoder(config, checkpoint, ops, torch.float32, CPU, lambda _: None)
-        pool = torch.zeros(NUM_PAGES + 1, *config.page_shape)
+        pool = torch.zeros(NUM_PAGES + 1, *config.page_shape("float32"))
         lanes = make_lanes(
             model,
             ops,
