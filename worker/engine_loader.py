@@ -18,8 +18,9 @@ from engine.execution.memory_limits import default_pool
 from engine.execution.memory_plan import plan_memory
 from engine.execution.runner import TorchRunner
 from engine.execution.torch_device import explain_gpu_errors, resolve_device
+from engine.model.checkpoint import open_checkpoint
 from engine.model.config import load_config
-from engine.model.weights import Checkpoint, model_fingerprint
+from engine.model.fingerprint import model_fingerprint
 from engine.profile.labels import profile_labels
 from engine.profile.rough import measure_rough_profile
 from kvtransfer.base import PoolMemory
@@ -110,11 +111,18 @@ def expected_memory(settings: WorkerSettings) -> ExpectedMemory:
     if device.type == "cuda":
         raise ConfigError(NO_SHARED_GPU)
     config = load_config(directory)
-    with Checkpoint(directory) as checkpoint:
-        plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
+    with open_checkpoint(directory, config) as checkpoint:
+        plan = plan_memory(
+            config,
+            checkpoint,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            kv_dtype=settings.kv_dtype,
+            max_model_len=settings.max_model_len,
+        )
     pool = settings.kv_memory
     pool_bytes = default_pool(device, plan.weight_bytes, plan.page_bytes, 1.0) if pool is None else int(pool)
-    weights = model_fingerprint(directory, config, plan.dtype, plan.kv_dtype).hex()
+    weights = model_fingerprint(directory, config, plan.dtype, plan.kv_dtype, settings.quantization).hex()
     names = ("max_model_len", "max_num_seqs", "token_budget", "colocate")
     essentials = json.dumps([weights, pool_bytes, *(getattr(settings, name) for name in names)])
     return ExpectedMemory(plan.weight_bytes + pool_bytes, blake2b(essentials.encode(), digest_size=16).hexdigest())
