@@ -24,7 +24,7 @@ class ServedModel(BaseModel):
         name: Name in the API, and the beginning of its workers' names.
         aliases: Other names in the API.
         model: Checkpoint directory or Hugging Face id.
-        dtype, quantization, kv_dtype, max_model_len, kv_memory, fairness, sleep: As the settings of the same name; None:
+        dtype, quantization, kv_dtype, max_model_len, kv_memory, fairness, sleep: As the settings of that name; None:
             as those say.
         prefill: Number of prefill workers.
         combined: Number of combined workers.
