@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import openai
 import typer
 from redis.asyncio import Redis
@@ -54,6 +55,7 @@ OUTPUT_TOKENS = 400
 PAUSE_S = 3.0
 """Mean pause of a client between two requests."""
 LOOK_S = 0.02
+ROUNDING_S = 1e-3
 TIMEOUT_S = 300.0
 
 
@@ -119,7 +121,7 @@ class Watch:
             before = self._entries.get(entry.id)
             if before is not None and before.state is State.SERVING and entry.since_s != before.since_s:
                 results.displaced += 1
-                results.early += entry.since_s - before.since_s < entry.min_runtime_s
+                results.early += entry.since_s - before.since_s < entry.min_runtime_s - ROUNDING_S
             intent = self._intents.get(entry.id)
             if intent is not None and entry.state is State.SERVING:
                 self._served(results, intent, entry)
@@ -133,7 +135,7 @@ class Watch:
     def _served(results: Results, intent: Waiting, entry: Entry) -> None:
         wait_s, promised_s = entry.since_s - intent.since_s, intent.latest_s - intent.since_s
         results.wakes += 1
-        results.late += wait_s > promised_s
+        results.late += wait_s > promised_s + ROUNDING_S
         if wait_s > results.wait_s:
             results.wait_s, results.promised_s = wait_s, promised_s
 
@@ -199,7 +201,7 @@ async def ask(client: openai.AsyncOpenAI, name: str, expected: Expected, stream:
         else:
             answer = await client.completions.create(**given)
             token_ids = answer.choices[0].model_dump()["token_ids"]
-    except openai.OpenAIError as error:
+    except (openai.OpenAIError, httpx.HTTPError) as error:
         results.errors.append(f"{type(error).__name__}: {error}")
         return
     results.answers += 1
