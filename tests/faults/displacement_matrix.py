@@ -85,7 +85,7 @@ class SharedDevice(FaultCluster):
     names = (VICTIM, WAKER, "router-0", "router-1")
 
     def __init__(self, models: Mapping[str, Path]) -> None:
-        super().__init__(models[VICTIM])
+        super().__init__(models[VICTIM], transport="nixl")
         self._models = models
 
     def router_flags(self) -> dict[str, Any]:
@@ -116,10 +116,8 @@ class SharedDevice(FaultCluster):
             lines = Path(f"/proc/{self.processes[worker].pid}/smaps").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):
             return 0
-        sizes_kb = [int(line.split()[1]) for line in lines if line.startswith(("Size:", "Rss:"))]
-        return sum(
-            rss << 10 for size, rss in zip(sizes_kb[::2], sizes_kb[1::2], strict=True) if size << 10 >= POOL_BYTES
-        )
+        sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith(("Size:", "Anonymous:"))]
+        return sum(resident for size, resident in zip(sizes[::2], sizes[1::2], strict=True) if size >= POOL_BYTES)
 
     def check_memory(self) -> None:
         """Checks that the device's memory was not given to two."""

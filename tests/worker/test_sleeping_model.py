@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -91,7 +92,7 @@ async def test_streams_go_on_with_the_tokens_of_an_undisturbed_run(
         undisturbed = await submit(router, make_requests("one"))
         await router.done(*undisturbed)
         if staged:
-            await eventually(lambda: sleeper.facts(0.0).staged_bytes > 0)
+            await eventually(lambda: sleeper.facts(time.monotonic()).staged_bytes > 0)
         disturbed = await submit(router, make_requests("another"), 100)
         late = []
         for tokens in (TOKENS // 4, TOKENS // 2):
