@@ -152,7 +152,7 @@ def test_reasoning_ends_after_its_budget_on_every_route(client: openai.OpenAI, l
             max_tokens=60,
             logit_bias={token(client, "<think>"): 100 * (not begun), token(client, "</think>"): -50},
             response_format=form,
-            extra_body=extra | {"return_token_ids": True},| {"return_token_ids": True},
+            extra_body=extra | {"return_token_ids": True},
         )
         (choice,) = answer.choices
         assert choice.token_ids.index(int(token(client, "</think>"))) == 10 + (not begun)
