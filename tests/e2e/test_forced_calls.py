@@ -150,7 +150,11 @@ def test_reasoning_ends_after_its_budget_on_every_route(client: openai.OpenAI, l
             messages=[{"role": "user", "content": "tell " * length}],
             seed=length,
             max_tokens=60,
-            logit_bias={token(client, "<think>"): 100 * (not begun), token(client, "</think>"): -50},
+            logit_bias={
+                token(client, "<think>"): 100 * (not begun),
+                token(client, "</think>"): -50,
+                token(client, "<|im_end|>"): -50,
+            },
             response_format=form,
             extra_body=extra | {"return_token_ids": True},
         )
