@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,15 +55,25 @@ T = TypeVar("T")
 
 
 def check(grammar: Grammar) -> None:
-    """Checks a grammar, without a tokenizer.
+    """Checks a grammar, without a model's tokenizer.
 
     Raises:
-        GrammarError: It is not valid, too complex, or has a feature that is not supported.
+        GrammarError: It is not valid, too complex, has a feature that is not supported, or no output fits.
     """
     source = _source(grammar)
     message = _with_deep_stack(lambda: LLMatcher.validate_grammar(source, None, limits=_limits()))
     if message and not message.startswith("WARNING"):
         raise GrammarError(_explain(message))
+    if not marker_tokens(grammar):  # a vocabulary of bytes has no other tokens
+        matcher = _with_deep_stack(lambda: LLMatcher(_byte_tokenizer(), source, log_level=0, limits=_limits()))
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError("no output fits the grammar: it contradicts itself, or refers to itself without end")
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 class CompiledGrammar:

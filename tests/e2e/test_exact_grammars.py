@@ -130,7 +130,7 @@ async def _disturbed(cluster: Cluster, prompt: list[int], fields: dict[str, Any]
 
 
 async def test_grammars_that_are_made_to_take_long_stop_no_stream(cluster: Cluster) -> None:
-    fields = {"max_tokens": 200, "temperature": 1, "seed": 5}
+    fields: dict[str, Any] = {"max_tokens": 200, "temperature": 1, "seed": 5}
     async with client(cluster.url) as http:
         alone = [await complete(http, prompt, **fields) for prompt in PROMPTS[:4]]
         streams = [asyncio.create_task(complete(http, prompt, stream=True, **fields)) for prompt in PROMPTS[:4]]

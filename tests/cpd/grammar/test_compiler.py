@@ -158,6 +158,8 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         (lambda: grammars.json_schema({"not": {"type": "string"}}), r'"not".*leave them out'),
         (lambda: grammars.json_schema({"type": "array", "uniqueItems": True}), '"uniqueItems"'),
         (lambda: grammars.json_schema({"minProperties": 2}), "may repeat"),
+        (lambda: grammars.json_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "without end"),
+        (lambda: grammars.regex(r"[^\x00-\x{10FFFF}]"), "contradicts itself"),
         (lambda: grammars.json_schema({"items": {"required": ["a"], "minProperties": 3}}), "at most 2"),
         (lambda: grammars.json_schema({"not": {}, "x-guidance": {"lenient": True}}), '"not"'),
         (lambda: grammars.json_schema({"type": "foo"}), "foo"),

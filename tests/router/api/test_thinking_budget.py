@@ -33,7 +33,7 @@ def start(start_router: StartRouter, start_worker: StartWorker, model_dir: Path,
 
         hello = {"max_model_len": 4096, "num_pages": 1000, "grammars": limits}
         worker: FakeWorker = await start_worker(script, hello=hello)
-        ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
+        ids = {marker: tokenizer.get_vocab()[marker] for marker in markers}
         return await start_router(worker, model=str(directory), **settings), worker, ids
 
     return make

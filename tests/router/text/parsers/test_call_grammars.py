@@ -108,7 +108,7 @@ def validate(calls: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("name", FORCED_PARSERS)
 def test_forced_calls_are_parsed_and_their_arguments_are_valid(name: str, kind: str) -> None:
     form, counts, called = OutputFormat(name), set[int](), set[str]()
-    for seed in range(20):
+    for seed in range(40):
         grammar = form.forced_calls("", rules(kind, many=seed >= 4))
         reasoning, content, calls = parse(form, walk(kind, grammar, seed), forced=True)
         assert (reasoning, content) == ("", "")
