@@ -57,7 +57,8 @@ def summary(steps: Sequence[Step], *, chrome: bool) -> str:
     """Says what was written, and how to look at it."""
     workers = len({step["worker"] for step in steps})
     seconds = max(step["start_s"] for step in steps) - steps[0]["start_s"] if steps else 0.0
-    count = f"{len(steps):,} steps of {workers} worker{'s' * (workers != 1)} within {seconds:.1f} s"
+    steps_of = f"{len(steps):,} step{'s' * (len(steps) != 1)} of {workers} worker{'s' * (workers != 1)}"
+    count = f"{steps_of} within {seconds:.1f} s"
     if chrome:
         return f"{count}. Open the file at https://ui.perfetto.dev (or chrome://tracing).\n"
     return f"{count}, one JSON document a line. With --chrome it is a file for https://ui.perfetto.dev.\n"

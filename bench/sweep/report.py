@@ -48,7 +48,8 @@ def write_html(sweep: Sweep, path: Path) -> None:
     page.add(Facts("Command", [("command", " ".join(sweep.command))]))
     page.add(
         _table(sweep),
-        _trade_chart(sound, sweep),
+        _trade_chart("TTFT against throughput", sound, sweep, lambda summary: summary.ttft_ms),
+        _trade_chart("ITL against throughput", sound, sweep, lambda summary: summary.itl_ms),
         _latency_chart("TTFT, ms", [(point.load, point.result.summary.ttft_ms) for point in sound], _load_name(sweep)),
         _latency_chart("ITL, ms", [(point.load, point.result.summary.itl_ms) for point in sound], _load_name(sweep)),
         _throughput_chart(sound, _load_name(sweep)),
@@ -119,26 +120,20 @@ def _latency_chart(title: str, stats: Sequence[tuple[float, Stat]], load_name: s
     return Chart(title, traces, axes)
 
 
-def _trade_chart(points: Sequence[Point], sweep: Sweep) -> Chart:
-    """Latency over throughput: how much more waiting a higher load costs."""
-    found = [(point, point.result.summary) for point in points]
-    figures: list[tuple[str, Callable[[Summary], float | None]]] = [
-        ("TTFT p50", lambda summary: summary.ttft_ms.p50),
-        ("TTFT p99", lambda summary: summary.ttft_ms.p99),
-        ("ITL p99", lambda summary: summary.itl_ms.p99),
-    ]
+def _trade_chart(title: str, points: Sequence[Point], sweep: Sweep, stat: Callable[[Summary], Stat]) -> Chart:
+    """A latency over throughput: how much more waiting a higher load costs."""
     traces: list[dict[str, Any]] = [
         {
             "type": "scatter",
             "mode": "lines+markers",
             "name": name,
-            "x": [summary.output_tokens_per_s for _, summary in found],
-            "y": [figure(summary) for _, summary in found],
-            "text": [f"{_load_name(sweep)}: {_number(point.load)}" for point, _ in found],
+            "x": [point.result.summary.output_tokens_per_s for point in points],
+            "y": [getattr(stat(point.result.summary), name) for point in points],
+            "text": [f"{_load_name(sweep)}: {_number(point.load)}" for point in points],
             "hovertemplate": "%{y:,.4~g} ms at %{x:,.4~g} tokens/s<br>%{text}<extra>%{fullData.name}</extra>",
             "line": {"color": series(index)},
         }
-        for index, (name, figure) in enumerate(figures)
+        for index, name in enumerate(("p50", "p99"))
     ]
     values = [np.array([y for y in trace["y"] if y is not None], dtype=float) for trace in traces]
     axes = {
@@ -146,7 +141,7 @@ def _trade_chart(points: Sequence[Point], sweep: Sweep) -> Chart:
         "yaxis": {"title": {"text": "ms"}, **latency_axis(spread_wide(values))},
         "hovermode": "closest",
     }
-    return Chart("Latency against throughput", traces, axes, note="One point for each load.", wide=True)
+    return Chart(title, traces, axes, note="One point for each load.")
 
 
 def _throughput_chart(points: Sequence[Point], load_name: str) -> Chart:

@@ -1,6 +1,6 @@
 from typing import Any
 
-from deploy.trace import chrome_trace
+from deploy.trace import chrome_trace, summary
 
 
 def step(lane: str, start_s: float, ms: float, **counts: int) -> dict[str, Any]:
@@ -32,3 +32,10 @@ def test_steps_on_two_lanes_are_events_on_two_threads() -> None:
 
 def test_no_steps_make_an_empty_trace() -> None:
     assert chrome_trace([])["traceEvents"] == []
+
+
+def test_it_says_what_it_wrote_and_how_to_open_it() -> None:
+    steps = [step("full", 1000.0, 10.0), {**step("full", 1002.5, 10.0), "worker": "combined-1"}]
+    assert summary(steps, chrome=True).startswith("2 steps of 2 workers within 2.5 s. Open the file at https://ui.perf")
+    assert summary(steps[:1], chrome=False).startswith("1 step of 1 worker within 0.0 s, one JSON document a line.")
+    assert summary([], chrome=False).startswith("0 steps of 0 workers")

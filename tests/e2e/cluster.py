@@ -146,10 +146,12 @@ class Cluster:
                 self._supervised[name]._stopping.set()  # it is not started again
                 self.send(name, signal.SIGKILL)
             self._supervised[name].stop()
-        yield
-        for spec in self._specs:
-            if spec.name in names:
-                self._supervised[spec.name] = self._supervise(spec, frozenset())
+        try:
+            yield
+        finally:
+            for spec in self._specs:
+                if spec.name in names:
+                    self._supervised[spec.name] = self._supervise(spec, frozenset())
 
     def log(self, name: str) -> list[str]:
         """The last log lines of the named process."""

@@ -1,5 +1,7 @@
 """The study against servers of known behaviour, in virtual time: nothing else takes any time."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,14 +26,14 @@ QUICK: dict[str, Any] = {
 }
 
 
-def study(engine: Engine, **settings: Any) -> list[Cell]:
+def study(engine: Engine, say: Callable[[str], None] = lambda _: None, **settings: Any) -> list[Cell]:
     async def main() -> list[Cell]:
         with pytest.MonkeyPatch.context() as patch, virtual_perf_counter():
             patch.setattr("bench.interference.study.Clock", VirtualClock)
             async with engine_beside(engine) as url:
                 chosen = InterferenceSettings.load(QUICK | {"url": url} | settings)
                 client = Client(Target.of(chosen, "m"))
-                running = Study(client, Texts.measured(1.0, 0), chosen, 1, lambda _: None)
+                running = Study(client, Texts.measured(1.0, 0), chosen, 1, say)
                 try:
                     await running.run(lambda _: None)
                 finally:
@@ -50,6 +52,15 @@ def test_prompts_in_the_decoding_step_lengthen_it() -> None:
     assert len(burst.ttft_ms) == len(burst.idle_ttft_ms) == 2
     assert burst.prompt_tokens == 1000
     assert burst.drained
+
+
+def test_it_says_how_far_it_is_and_how_long_the_rest_will_take() -> None:
+    said: list[str] = []
+    study(Engine(ms_per_1000=200), said.append, repeats=3)
+    assert said[1].endswith("burst 1 of 3 (1 of 3 in all)")
+    lefts = [re.search(r"\((\d) of 3 in all, about (\d+) s left\)$", text) for text in said[2:]]
+    assert [found and int(found[1]) for found in lefts] == [2, 3]
+    assert int(lefts[0][2]) > int(lefts[1][2]) > 0  # type: ignore[index]
 
 
 def test_a_lane_beside_decoding_costs_decoding_nothing() -> None:
