@@ -57,7 +57,7 @@ def load(directory: Path, **settings: Any) -> TorchRunner:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_logits_are_those_of_the_dequantised_weights(
     checkpoint: MakeCheckpoint, tmp_path: Path, family: str, kind: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_dequantised_weights(
     assert error.median() < (1e-5 if kind in ("F32", "BF16") else 0.1)
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama2", "llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_the_configuration_is_that_of_the_checkpoint(checkpoint: MakeCheckpoint, tmp_path: Path, family: str) -> None:
     original = checkpoint(family)
     write_gguf(original, tmp_path / "m.gguf", {"": Types.F32})
@@ -233,6 +233,16 @@ def test_other_architectures_tokenizers_and_types_are_named(checkpoint: MakeChec
     struct.pack_into("<I", content, at, 23)  # IQ4_XS
     path.write_bytes(content)
     assert "output_norm.weight has type 23 of GGML; what can be read are F32, F16, BF16, Q8_0" in refusal(path)
+
+
+def test_other_divisors_of_frequencies_are_refused(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(checkpoint("llama3"), path, {"": Types.F32})
+    begin = read_gguf(path).tensors["rope_freqs.weight"].begin
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<f", content, begin, 1.5)
+    path.write_bytes(content)
+    assert "scales single frequencies of RoPE in another way" in refusal(path)
 
 
 def test_rows_of_a_file_have_the_order_of_the_checkpoint(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
