@@ -21,6 +21,7 @@ from engine.execution.runner import TorchRunner
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import load_config
 from engine.model.gguf_file import read_gguf
+from engine.ops.quantized import QuantizedWeight
 from router.text.text_files import load_text_files
 from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, oracle_logits
 from tests.conftest import MakeCheckpoint
@@ -72,6 +73,31 @@ def test_logits_are_those_of_the_dequantised_weights(
     assert load(directory).dtype == dtype
     error = (logits_of(load(directory, dtype="float32"), tokens) - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.median() < (1e-5 if kind in ("F32", "BF16") else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "tolerance"),
+    [
+        ("Q8_0", 8, 0.0),
+        ("Q4_0", 4, 0.0),
+        ("Q4_1", 4, 0.0),
+        ("Q4_K", 4, 2**-10),
+        ("Q5_0", 8, 1 / 200),
+        ("Q6_K", 8, 1 / 200),
+    ],
+)
+def test_weights_are_those_that_the_package_dequantises(
+    checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, bits: int, tolerance: float
+) -> None:
+    """`tolerance`: largest error relative to the largest weight."""
+    tensors = write_gguf(checkpoint("llama3", **WHOLE_BLOCKS), tmp_path / "m.gguf", {"": Types[kind]})
+    directory = resolve_model(str(tmp_path / "m.gguf"))
+    with open_checkpoint(directory, load_config(directory)) as opened:
+        for part in ("model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
+            weight, expected = opened.read_weight([f"{part}.weight"], torch.float32, CPU), tensors[f"{part}.weight"]
+            assert isinstance(weight, QuantizedWeight)
+            assert weight.bits == bits == opened.bits([f"{part}.weight"])
+            assert (weight.dequantize() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
