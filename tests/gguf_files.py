@@ -10,10 +10,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType as Types
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
-
-Types = gguf.GGMLQuantizationType
 
 _ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 _NAMES = [
@@ -129,7 +128,8 @@ def _divisors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    divisors: npt.NDArray[np.float32] = (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return divisors
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:

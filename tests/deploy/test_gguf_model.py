@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,7 @@ def test_a_scale_that_is_not_finite_is_refused(checkpoint: MakeCheckpoint, tmp_p
 
 
 @pytest.fixture
-def file(checkpoint: MakeCheckpoint, tmp_path: Path) -> Iterator[Path]:
+def file(checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
     write_gguf(checkpoint("qwen3"), tmp_path / "m.gguf", {"": Types.F32})
     return tmp_path / "m.gguf"
 
