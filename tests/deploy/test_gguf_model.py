@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Types
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -26,7 +27,7 @@ from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, oracle_logits
 from tests.conftest import MakeCheckpoint
 from tests.engine.execution.test_quantization import CPU, WHOLE_GROUPS, logits_of
 from tests.engine.execution.test_runner import prompt_of
-from tests.gguf_files import Types, write_gguf
+from tests.gguf_files import write_gguf
 
 WHOLE_BLOCKS = {
     **WHOLE_GROUPS,
