@@ -6,7 +6,9 @@ directory, under a digest of the file's path, size and time, so that a changed f
 
 import hashlib
 import json
+import math
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -37,6 +39,8 @@ _SPLITS: Mapping[str, str | None] = {
     "deepseek-r1-qwen": _WORD % "",
 }
 """How texts are cut before byte pairs are merged; None for GPT-2's own way."""
+
+_FREQUENCIES = "rope_freqs.weight"
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that have precedence over all others."""
@@ -152,17 +156,38 @@ def _shortest(number: float) -> float:
 
 
 def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in fields.file.tensors:
-        raise CheckpointError(
-            f"{fields.file.path} scales single frequencies of RoPE (rope_freqs.weight), which is not supported; use "
-            "the model's safetensors"
-        )
+    if _FREQUENCIES in fields.file.tensors:
+        return _llama3_scaling(fields)
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":
         return None
     original = fields.get("rope.scaling.original_context_length")
     scaling = {"rope_type": kind, "factor": _shortest(fields.need("rope.scaling.factor"))}
     return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
+
+
+def _llama3_scaling(fields: _Fields) -> dict[str, Any]:
+    """Finds the settings of Llama 3.1 that give the divisors of frequencies which a file has in their place."""
+    file, tensor = fields.file, fields.file.tensors[_FREQUENCIES]
+    dim = fields.get("attention.key_length") or fields.need("embedding_length") // fields.need("attention.head_count")
+    base = fields.get("rope.freq_base", 10_000.0)
+    if tensor.type != "F32" or tensor.shape != (dim // 2,):
+        raise CheckpointError(f"{file.path}: tensor {_FREQUENCIES} is {tensor.type} {list(tensor.shape)}")
+    with file.path.open("rb") as opened:
+        opened.seek(tensor.begin)
+        divisors = struct.unpack(f"<{dim // 2}f", opened.read(tensor.end - tensor.begin))
+    factor, low, high = _shortest(max(divisors)), 1.0, 4.0
+    for original in (1 << bits for bits in range(8, 21)):
+        rotations = (original / (2 * math.pi * base ** (2 * i / dim)) for i in range(dim // 2))
+        smooth = (min(1.0, max(0.0, (each - low) / (high - low))) for each in rotations)
+        expected = (1 / ((1 - each) / factor + each) for each in smooth)
+        if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(divisors, expected, strict=True)):
+            settings = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+            return {"rope_type": "llama3", **settings, "original_max_position_embeddings": original}
+    raise CheckpointError(
+        f"{file.path} scales single frequencies of RoPE in another way than Llama 3.1 ({_FREQUENCIES}), which is not "
+        "supported; use the model's safetensors"
+    )
 
 
 def _ends(fields: _Fields) -> list[int]:

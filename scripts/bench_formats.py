@@ -4,7 +4,7 @@ Usage: `python -m scripts.bench_formats [--threads N] [--seconds S]`, from the r
 
 The model has the layers of one of 0.46 billion parameters and random weights. Steps of all formats alternate. A decode
 reads all weights once, so that bytes of weights a second show how far it is from the memory's speed. The error is that
-of the logits of one prompt, relative to those of the same weights in float32.
+of the logits of one prompt and a small model, relative to those of the same weights in float32.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from engine.ops.base import FusedStack, Stack
 from engine.ops.cpu_ops import CpuOps, PackedLinear
-from scripts.bench_kernels import DTYPE, LARGE, Case, make_batch, make_stack
+from scripts.bench_kernels import DTYPE, LARGE, SMALL, Case, make_batch, make_stack
 
 FORMATS = {"bf16": None, "int8": 8, "int4": 4}
 CASES = [
@@ -94,8 +94,7 @@ def bench(seconds: float) -> None:
 @torch.inference_mode()
 def show_errors() -> None:
     """Prints the error of each format's logits: root mean square, relative to that of the logits in float32."""
-    ops, case = CpuOps(), Case("prefill 64", [(64, 64)])
-    shape = LARGE
+    ops, case, shape = CpuOps(), Case("prefill 64", [(64, 64)]), SMALL
     results = {}
     for name, bits, dtype in (
         ("float32", None, torch.float32),

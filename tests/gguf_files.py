@@ -10,10 +10,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType as Types
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
-
-Types = gguf.GGMLQuantizationType
 
 _ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 _NAMES = [
@@ -111,11 +110,26 @@ def write_gguf(directory: Path, path: Path, types: Mapping[str, Types], **fields
         ordered = [names[number] for number in sorted(names)]
         written = add(own, torch.stack([tensors[name].float() for name in ordered]))
         result |= {name: one.clone() for name, one in zip(ordered, written, strict=True)}
+    if (divisors := _divisors(config)) is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return result
+
+
+def _divisors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
+    """What Llama's converter makes of RoPE scaling."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    divisors: npt.NDArray[np.float32] = (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return divisors
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,15 +146,15 @@ def _sizes(
     """Yields the parameters of each layer and expert, with the bits of their weights' elements if those are quantised.
 
     Raises:
-        ConfigError: Quantised weights are to be quantised.
+        ConfigError: Quantised weights are to be quantised, or experts of one layer differ.
     """
     for parameter in parameters(config):
         for layer in [None] if parameter.layers is None else parameter.layers:
-            for expert in range(parameter.experts or 1):
-                yield (
-                    parameter,
-                    _bits_of(parameter, parameter.tensors("weight", layer, expert), checkpoint, quantization),
-                )
+            experts = [parameter.tensors("weight", layer, expert) for expert in range(parameter.experts or 1)]
+            bits_of_each = [_bits_of(parameter, names, checkpoint, quantization) for names in experts]
+            if len(set(bits_of_each)) > 1:
+                raise ConfigError(f"the experts of layer {layer} are quantised in different ways ({experts[0][0]})")
+            yield from ((parameter, bits) for bits in bits_of_each)
     if config.tie_embeddings:  # a quantised head is a copy of the embedding, which is not
         head = head_of(config)
         bits = _bits_of(head, head.tensors("weight"), checkpoint, quantization)

@@ -1,13 +1,14 @@
 """Evaluates the bundled model on cases that training never saw: `python -m models.tiny.evaluate [DIR]`.
 
-The serving engine answers greedily, with its paged cache, in bfloat16. An answer is right if it equals the expected one
-and the model stops by itself.
+The serving engine answers greedily, with its paged cache, in bfloat16, or with weights and pages of other formats. An
+answer is right if it equals the expected one and the model stops by itself.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +19,7 @@ from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
 from engine.execution.runner import TorchRunner
+from engine.model.config import Quantization
 from engine.types import Request, SamplingParams
 from models.tiny import CHECKPOINT
 from models.tiny.data.cases import UNSEEN, Case, recall_case, request_case
@@ -34,9 +36,19 @@ POOL_BYTES = 512 << 20
 class Answerer:
     """A checkpoint in an engine."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, quantization: Quantization = "none", kv_dtype: Literal["auto", "int8"] = "auto"
+    ) -> None:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        runner = TorchRunner(directory, dtype="auto", device="cpu", kv_bytes=POOL_BYTES, max_model_len=0)
+        runner = TorchRunner(
+            directory,
+            dtype="auto",
+            device="cpu",
+            kv_bytes=POOL_BYTES,
+            max_model_len=0,
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+        )
         self._engine = Engine(
             runner,
             max_model_len=runner.config.max_model_len,
@@ -82,9 +94,11 @@ def main() -> None:
     parser.add_argument("--recall", type=int, default=300, help="questions about facts, for each prompt length")
     parser.add_argument("--requests", type=int, default=50, help="requests of each kind")
     parser.add_argument("--wrong", type=int, default=0, help="show up to this many wrong answers of each kind")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
     arguments = parser.parse_args()
 
-    answerer = Answerer(arguments.checkpoint)
+    answerer = Answerer(arguments.checkpoint, arguments.quantization, arguments.kv_dtype)
     cases = {
         "recall, under 100 tokens": recall_cases(arguments.recall, 20, 99, answerer),
         "recall, 100 to 2,000 tokens": recall_cases(arguments.recall, 100, 2000, answerer),

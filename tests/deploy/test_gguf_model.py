@@ -4,13 +4,13 @@ import contextlib
 import json
 import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Types
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -21,12 +21,13 @@ from engine.execution.runner import TorchRunner
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import load_config
 from engine.model.gguf_file import read_gguf
+from engine.ops.quantized import QuantizedWeight
 from router.text.text_files import load_text_files
 from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, oracle_logits
 from tests.conftest import MakeCheckpoint
 from tests.engine.execution.test_quantization import CPU, WHOLE_GROUPS, logits_of
 from tests.engine.execution.test_runner import prompt_of
-from tests.gguf_files import Types, write_gguf
+from tests.gguf_files import write_gguf
 
 WHOLE_BLOCKS = {
     **WHOLE_GROUPS,
@@ -57,7 +58,7 @@ def load(directory: Path, **settings: Any) -> TorchRunner:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_logits_are_those_of_the_dequantised_weights(
     checkpoint: MakeCheckpoint, tmp_path: Path, family: str, kind: str
 ) -> None:
@@ -74,7 +75,32 @@ def test_logits_are_those_of_the_dequantised_weights(
     assert error.median() < (1e-5 if kind in ("F32", "BF16") else 0.1)
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "bits", "tolerance"),
+    [
+        ("Q8_0", 8, 0.0),
+        ("Q4_0", 4, 0.0),
+        ("Q4_1", 4, 0.0),
+        ("Q4_K", 4, 2**-10),
+        ("Q5_0", 8, 1 / 200),
+        ("Q6_K", 8, 1 / 200),
+    ],
+)
+def test_weights_are_those_that_the_package_dequantises(
+    checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, bits: int, tolerance: float
+) -> None:
+    """`tolerance`: largest error relative to the largest weight."""
+    tensors = write_gguf(checkpoint("llama3", **WHOLE_BLOCKS), tmp_path / "m.gguf", {"": Types[kind]})
+    directory = resolve_model(str(tmp_path / "m.gguf"))
+    with open_checkpoint(directory, load_config(directory)) as opened:
+        for part in ("model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
+            weight, expected = opened.read_weight([f"{part}.weight"], torch.float32, CPU), tensors[f"{part}.weight"]
+            assert isinstance(weight, QuantizedWeight)
+            assert weight.bits == bits == opened.bits([f"{part}.weight"])
+            assert (weight.dequantize() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_the_configuration_is_that_of_the_checkpoint(checkpoint: MakeCheckpoint, tmp_path: Path, family: str) -> None:
     original = checkpoint(family)
     write_gguf(original, tmp_path / "m.gguf", {"": Types.F32})
@@ -175,7 +201,7 @@ def test_a_scale_that_is_not_finite_is_refused(checkpoint: MakeCheckpoint, tmp_p
 
 
 @pytest.fixture
-def file(checkpoint: MakeCheckpoint, tmp_path: Path) -> Iterator[Path]:
+def file(checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
     write_gguf(checkpoint("qwen3"), tmp_path / "m.gguf", {"": Types.F32})
     return tmp_path / "m.gguf"
 
@@ -233,6 +259,16 @@ def test_other_architectures_tokenizers_and_types_are_named(checkpoint: MakeChec
     struct.pack_into("<I", content, at, 23)  # IQ4_XS
     path.write_bytes(content)
     assert "output_norm.weight has type 23 of GGML; what can be read are F32, F16, BF16, Q8_0" in refusal(path)
+
+
+def test_other_divisors_of_frequencies_are_refused(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(checkpoint("llama3"), path, {"": Types.F32})
+    begin = read_gguf(path).tensors["rope_freqs.weight"].begin
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<f", content, begin, 1.5)
+    path.write_bytes(content)
+    assert "scales single frequencies of RoPE in another way" in refusal(path)
 
 
 def test_rows_of_a_file_have_the_order_of_the_checkpoint(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Types
 
 from deploy.model import resolve_model
 from tests.checkpoints import FAMILIES
@@ -10,7 +11,7 @@ from tests.conftest import MakeCheckpoint
 from tests.e2e.client import MODEL, Answer, client, complete, complete_all
 from tests.e2e.cluster import Cluster
 from tests.e2e.oracle import Oracle
-from tests.gguf_files import Types, write_gguf
+from tests.gguf_files import write_gguf
 
 pytestmark = pytest.mark.e2e
 

@@ -260,8 +260,9 @@ Tensor experts_op(const Tensor& x, const Tensor& logits, const Tensor& gate_up, 
     const T *from = data<T>(x), *router = data<T>(logits);
     check_experts<T>(shape, hidden, gate_up, down);
     const Weight packed_gate_up = weight_of<T>(gate_up), packed_down = weight_of<T>(down);
-    const Tensor quantized = packed_down.is_plain() ? Tensor() : empty_quantized_rows(m * per_token, std::max(hidden, width));
-    uint32_t* quantized_rows = packed_down.is_plain() ? nullptr : words(quantized);
+    const bool are_plain = packed_gate_up.is_plain() && packed_down.is_plain();
+    const Tensor quantized = are_plain ? Tensor() : empty_quantized_rows(m * per_token, std::max(hidden, width));
+    uint32_t* quantized_rows = are_plain ? nullptr : words(quantized);
     T* to = data<T>(y);
     T *row_data = data<T>(rows), *both_data = data<T>(both), *product_data = data<T>(product);
     const auto routed = std::make_shared<Routed>(m, shape);

@@ -39,11 +39,11 @@ def dequantized(tmp_path: Path) -> Callable[[Path, Quantization], Path]:
         copy = Path(shutil.copytree(directory, tmp_path / "dequantized"))
         tensors, config = load_file(directory / "model.safetensors"), load_config(directory)
         for parameter in parameters(config):
-            bits = parameter.bits(quantization)
-            for layer in (parameter.layers or [None]) if bits is not None else []:
+            if (bits := parameter.bits(quantization)) is None:
+                continue
+            for layer in [None] if parameter.layers is None else parameter.layers:
                 for expert in range(parameter.experts or 1):
                     for name in parameter.tensors("weight", layer, expert):
-                        assert bits is not None
                         tensors[name] = quantize(tensors[name], bits).dequantize()
         (copy / "model.safetensors").unlink()
         save_file(tensors, copy / "model.safetensors", {"format": "pt"})

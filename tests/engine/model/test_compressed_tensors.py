@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from cpd.common.errors import CheckpointError, ConfigError
 from engine.execution.runner import TorchRunner
+from engine.model.checkpoint import open_checkpoint
 from engine.model.config import load_config
 from engine.model.parameters import parameters
+from engine.ops.quantized import QuantizedWeight
 from tests.checkpoints import oracle_logits
 from tests.conftest import MakeCheckpoint
 from tests.engine.execution.test_quantization import WHOLE_GROUPS, logits_of
@@ -115,6 +117,21 @@ def test_logits_are_those_of_the_decompressed_weights(
     error = (logits_of(load(compressed, dtype="float32"), tokens) - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.median() < (1e-5 if "float" in name else 0.1)
     assert "are not used" not in caplog.text
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "FP8" not in name])
+def test_weights_are_those_that_the_library_decompresses(
+    checkpoint: MakeCheckpoint, compress: Compress, scheme: str
+) -> None:
+    name, weights, _ = SCHEMES[scheme]
+    compressed, decompressed = compress(checkpoint("qwen3", **WHOLE_GROUPS), name, weights)
+    expected = load_file(decompressed / "model.safetensors")
+    with open_checkpoint(compressed, load_config(compressed)) as opened:
+        for part in ("self_attn.q_proj", "mlp.down_proj"):
+            tensor = f"model.layers.1.{part}.weight"
+            weight = opened.read_weight([tensor], torch.float32, torch.device("cpu"))
+            assert isinstance(weight, QuantizedWeight)
+            torch.testing.assert_close(weight.dequantize(), expected[tensor], rtol=2**-10, atol=0.0)
 
 
 def test_weights_of_8_bit_floats_can_be_quantised_at_start(checkpoint: MakeCheckpoint, compress: Compress) -> None:

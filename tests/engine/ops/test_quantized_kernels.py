@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.ops.base import Routing
+from engine.ops.base import Routing, Weight
 from engine.ops.cpu_ops import CpuOps, PackedExperts, PackedLinear
 from engine.ops.quantized import GROUP, QuantizedWeight, quantize
 from engine.ops.torch_ops import TorchOps
@@ -91,18 +91,17 @@ def test_rows_of_zeros_give_the_bias(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (4, 8), (8, None), (None, 4)])
 def test_experts_are_close_to_their_dequantised_weights(
-    ops: CpuOps, threads: int, dtype: torch.dtype, bits: int
+    ops: CpuOps, threads: int, dtype: torch.dtype, bits: tuple[int | None, int | None]
 ) -> None:
     routing, hidden, width, count = Routing(3, normalize=True), 128, 96, 16
-    weights = [
-        (
-            quantize(torch.randn(2 * width, hidden) / hidden**0.5, bits),
-            quantize(torch.randn(hidden, width) / width**0.5, bits),
-        )
-        for _ in range(count)
-    ]
+
+    def weight(n: int, k: int, bits: int | None) -> Weight:
+        plain = (torch.randn(n, k) / k**0.5).to(dtype)
+        return plain if bits is None else quantize(plain, bits)
+
+    weights = [(weight(2 * width, hidden, bits[0]), weight(hidden, width, bits[1])) for _ in range(count)]
     kernels, reference = (back_end.pack_experts(iter(weights), count, routing) for back_end in (ops, TorchOps()))
     assert isinstance(kernels, PackedExperts)
     for tokens in (1, 5, 100):
