@@ -32,8 +32,8 @@ from tests.faults.points import Action, Point
 VICTIM, WAKER = "combined-0", "combined-1"
 MODELS: Mapping[str, str] = {VICTIM: "first", WAKER: "second"}
 FAMILIES: Mapping[str, str] = {VICTIM: "qwen3", WAKER: "llama3"}
-POOL_BYTES, SLACK_BYTES = 128 << 20, 32 << 20
-"""A model's pool, most of its memory; and the rest, with what measurements are off."""
+POOL_BYTES, SLACK_BYTES, LARGE_BYTES = 128 << 20, 32 << 20, 100 << 20
+"""A model's pool, most of its memory; the rest, with what measurements are off; and what is no other memory than a pool."""
 STREAM_TOKENS, STEP_S = 200, 0.05
 """A stream that is still running when its model is parked."""
 STOPPED_S = 2.0
@@ -117,7 +117,7 @@ class SharedDevice(FaultCluster):
         except (FileNotFoundError, ProcessLookupError):
             return 0
         sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith(("Size:", "Anonymous:"))]
-        return sum(resident for size, resident in zip(sizes[::2], sizes[1::2], strict=True) if size >= POOL_BYTES)
+        return sum(resident for size, resident in zip(sizes[::2], sizes[1::2], strict=True) if size >= LARGE_BYTES)
 
     def check_memory(self) -> None:
         """Checks that the device's memory was not given to two."""
