@@ -32,8 +32,10 @@ from tests.faults.points import Action, Point
 VICTIM, WAKER = "combined-0", "combined-1"
 MODELS: Mapping[str, str] = {VICTIM: "first", WAKER: "second"}
 FAMILIES: Mapping[str, str] = {VICTIM: "qwen3", WAKER: "llama3"}
-POOL_BYTES, SLACK_BYTES, LARGE_BYTES = 128 << 20, 32 << 20, 100 << 20
-"""A model's pool, most of its memory; the rest, with what measurements are off; and what is no other memory than a pool."""
+POOL_BYTES, SLACK_BYTES = 128 << 20, 32 << 20
+"""A model's pool, most of its memory; and the rest, with what measurements are off."""
+LARGE_BYTES = 100 << 20
+"""Nothing but a pool takes that much in one piece."""
 STREAM_TOKENS, STEP_S = 200, 0.05
 """A stream that is still running when its model is parked."""
 STOPPED_S = 2.0
