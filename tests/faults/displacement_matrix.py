@@ -34,6 +34,8 @@ MODELS: Mapping[str, str] = {VICTIM: "first", WAKER: "second"}
 FAMILIES: Mapping[str, str] = {VICTIM: "qwen3", WAKER: "llama3"}
 POOL_BYTES, SLACK_BYTES = 128 << 20, 32 << 20
 """A model's pool, most of its memory; and the rest, with what measurements are off."""
+LARGE_BYTES = 100 << 20
+"""A pool has at least this size, and little else has."""
 STREAM_TOKENS, STEP_S = 200, 0.05
 """A stream that is still running when its model is parked."""
 STOPPED_S = 2.0
@@ -112,12 +114,8 @@ class SharedDevice(FaultCluster):
 
     def pool_bytes(self, worker: str) -> int:
         """Measures how much of a worker's pool is in memory."""
-        try:
-            lines = Path(f"/proc/{self.processes[worker].pid}/smaps").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
-            return 0
-        sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith(("Size:", "Anonymous:"))]
-        return sum(resident for size, resident in zip(sizes[::2], sizes[1::2], strict=True) if size >= POOL_BYTES)
+        inherited = _large_pieces(self._fork_server.pid)
+        return max(0, _large_pieces(self.processes[worker].pid) - inherited)
 
     def check_memory(self) -> None:
         """Checks that the device's memory was not given to two."""
@@ -281,3 +279,13 @@ def _prompt(oracle: Oracle) -> list[int]:
 def _state(record: Record, worker: str) -> State | None:
     found = record.find(worker)
     return None if found is None else found.state
+
+
+def _large_pieces(pid: int) -> int:
+    """Measures how much of the large pieces of a process's own memory is resident."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith(("Size:", "Anonymous:"))]
+    return sum(resident for size, resident in zip(sizes[::2], sizes[1::2], strict=True) if size >= LARGE_BYTES)

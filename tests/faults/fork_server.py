@@ -34,6 +34,11 @@ class ForkServer:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        """Process ID of the fork server."""
+        return self._process.pid
+
     def start(self, program: str, arguments: list[str], *, namespace: str, log: Path, core: int) -> int:
         """Starts `python -m program arguments`; returns its process id.
 
