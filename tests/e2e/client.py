@@ -104,11 +104,12 @@ async def _stream(
     async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         if response.is_error:
             _check(response, (await response.aread()).decode())
-        answer.route = response.headers["x-cpd-route"]
-        answer.worker = response.headers["x-cpd-decode-worker"]
+        # A stream that waits for a model to wake opens before it is placed, with comments.
+        answer.route = response.headers.get("x-cpd-route", "")
+        answer.worker = response.headers.get("x-cpd-decode-worker", "")
         on_begin(answer.worker)
         async for line in _lines(response):
-            if not line:
+            if not line or line.startswith(":"):
                 continue
             assert line.startswith("data: "), line
             assert not end, f"after {end}: {line}"
