@@ -309,10 +309,9 @@ def with_peers(
         router["trusted"] = seen[router["id"]]["trusted"] if router["id"] in seen else None
         router["error"] = errors.get(router["id"])
     own["workers"] = [workers[worker_id] for worker_id in sorted(workers)]
-    for status in peers.values():
-        own["waiting"] += status.get("waiting", [])  # a router of an older version does not tell them
-        own["events"] += status.get("events", [])
-    own["events"] = _in_order(own["events"])
+    views = [own, *peers.values()]  # a router of an older version tells neither
+    own["waiting"] = [way for view in views for way in view.get("waiting", [])]
+    own["events"] = _in_order([event for view in views for event in view.get("events", [])])
     return own
 
 
