@@ -69,7 +69,9 @@ class Pools:
 
     def __init__(self, config: ModelConfig, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._pool = torch.empty(num_pages, *config.page_shape, dtype=torch.bfloat16, device="cuda").normal_()
+        self._pool = torch.empty(
+            num_pages, *config.page_shape("bfloat16"), dtype=torch.bfloat16, device="cuda"
+        ).normal_()
         self._separate = {
             "HND": [layer.contiguous() for layer in self._pool.unbind(1)],
             "NHD": [layer.transpose(2, 3).contiguous() for layer in self._pool.unbind(1)],
