@@ -11,8 +11,9 @@ MINUTES ?= 20
 up: $(READY)
 	$(BIN)/cpd up $(ARGS)
 
+# Tests mostly wait, for processes that start and for tokens, so two run at a time.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 	@# NIXL and ucxx each bring their own UCX, and a process that loads both crashes.
 	$(BIN)/python -m pytest -m nixl tests/kvtransfer
 
