@@ -63,16 +63,15 @@ class Sender:
                     tasks.create_task(self._repeat(arrivals))
 
     async def _repeat(self, loop: ClosedLoop) -> None:
-        while time.perf_counter() < self._end_s:
+        while True:
             index = self.take()
             if loop.sessions is not None and index >= loop.sessions:
                 return
-            session = self.workload.session(index)
-            due_s = time.perf_counter()
-            if pause_s := loop.pause_s(index):
-                due_s += pause_s
-                if due_s >= self._end_s:
-                    return
+            session, pause_s = self.workload.session(index), loop.pause_s(index)
+            due_s = time.perf_counter() + pause_s
+            if due_s >= self._end_s:
+                return
+            if pause_s:
                 await self.clock.until(due_s)
             await self.play(session, due_s)
 

@@ -174,7 +174,7 @@ def test_routers_are_drained_for_good_under_load(two_routers: Cluster, capsys: p
         assert not counts.errors
 
     asyncio.run(check())
-    assert two_routers.exit_code("router-1") == EXIT_DRAINED
+    eventually(lambda: two_routers.exit_code("router-1") == EXIT_DRAINED, "the supervisor has seen it")
     drain("default", "router-0", None)  # the last one: nobody answers any more
     assert capsys.readouterr().out.splitlines()[-1] == "router-0 has ended."
     eventually(lambda: two_routers.exit_code("router-0") == EXIT_DRAINED, "the supervisor has seen it")

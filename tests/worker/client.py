@@ -185,7 +185,7 @@ class Client:
         except TimeoutError:
             raise AssertionError(f"still busy: {self.load}") from None
         assert idle(), f"the session ended: {self.broken}"
-        assert self.load.free_pages + self.load.cached_pages == self.hello.num_pages
+        assert self.load.free_pages + self.load.cached_pages == self.hello.num_pages, str(self.load)
 
     async def _read(self) -> None:
         try:
