@@ -13,6 +13,7 @@ export function sentences(placements, line) {
   return [
     where(first),
     started && computed(started),
+    started?.actual.wake_ms && woke(started.actual),
     started && waited(started),
     started?.actual.fetched && fetched(started.actual),
     started?.actual.landed && moved(started.actual),
@@ -51,10 +52,13 @@ function computed({ actual, prompt_tokens: prompt }) {
   return `${by} computed the prompt; ${cached}.`;
 }
 
+function woke({ wake_ms: ms, decode }) {
+  return `The model did not serve on ${decode}: ${duration(ms)} went by until it did.`;
+}
+
 function waited({ actual }) {
-  return actual.queue_ms >= 1
-    ? `It waited ${duration(actual.queue_ms)} in the queue of ${actual.prefill || actual.decode}.`
-    : null;
+  const ms = actual.queue_ms - (actual.wake_ms ?? 0);
+  return ms >= 1 ? `It waited ${duration(ms)} in the queue of ${actual.prefill || actual.decode}.` : null;
 }
 
 function fetched({ fetched: { pages, bytes: size, waited_ms: ms }, prefix_source: source }) {

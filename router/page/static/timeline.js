@@ -46,7 +46,9 @@ export function lineOf(placements) {
     const begins = placement.placed_ms;
     const firstAt = begins + actual.ttft_ms;
     if (actual.fetched) until("fetch", Math.min(firstAt, begins + actual.fetched.waited_ms), actual.prefix_source);
-    until("queue", Math.min(firstAt, Math.max(at, begins) + actual.queue_ms), computing);
+    const queued = Math.max(at, begins);
+    if (actual.wake_ms) until("wake", Math.min(firstAt, queued + actual.wake_ms), decode);
+    until("queue", Math.min(firstAt, queued + actual.queue_ms), computing);
     until("prefill", firstAt, computing);
     first ??= firstAt;
     const second = firstAt + (actual.first_gap_ms ?? 0);
@@ -84,6 +86,7 @@ const NAMES = {
   replaced: "waiting for another worker",
   attempt: "given back",
   fetch: "fetching a prefix",
+  wake: "waking the model",
   queue: "queue",
   prefill: "prefill",
   transfer: "pages on their way",
@@ -145,6 +148,7 @@ function predictedLine(predicted, line) {
   let at = 0;
   const parts = cost
     ? [
+        ["wake", cost.wake_ms],
         ["queue", cost.wait_ms],
         ["prefill", cost.prefill_ms],
         ["router", cost.handoff_ms],
