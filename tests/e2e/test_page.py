@@ -512,23 +512,26 @@ class TestKeys:
         page.reload()
         expect(page.get_by_label("API key")).to_be_visible()
 
-    def test_a_key_that_expires_ends_in_the_sign_in_and_what_has_come_is_kept(self, guarded: BrowserContext) -> None:
-        page = guarded.new_page()
-        page.goto("/")
-        sign_in(page, "the-boss")
-        answer = send(page, "Go on for ever.")
-        expect(answer.locator(".markdown")).not_to_be_empty()
-        page.get_by_role("button", name="Delete all").click()
-        expect(page.get_by_role("dialog")).to_be_visible()
-        expired = {"error": {"message": "The API key is wrong.", "type": "", "param": None, "code": "invalid_api_key"}}
-        page.route("**/session", lambda route: route.fulfill(status=401, json=expired), times=1)
-        page.evaluate("dispatchEvent(new Event('online'))")  # one of the moments at which the page asks
-        expect(page.get_by_role("alert")).to_have_text("The API key is wrong.")
-        assert page.get_by_role("dialog").count() == 0
-        sign_in(page, "the-boss")
-        page.get_by_role("button", name="Go on for ever.", exact=True).click()
-        expect(answer).to_have_attribute("data-state", re.compile("stopped|done"))
-        expect(answer.locator(".markdown")).not_to_be_empty()
+    def test_a_key_that_expires_ends_in_the_sign_in_and_what_has_come_is_kept(
+        self, browser: Browser, real: Cluster
+    ) -> None:
+        with window(browser, real.url) as (context, _):
+            page = context.new_page()
+            page.goto("/")
+            sign_in(page, "the-boss")
+            answer = send(page, "Go on for ever.")
+            expect(answer.locator(".markdown")).not_to_be_empty()
+            page.get_by_role("button", name="Delete all").click()
+            expect(page.get_by_role("dialog")).to_be_visible()
+            expired = {"error": {"message": "The API key is wrong.", "code": "invalid_api_key"}}
+            page.route("**/session", lambda route: route.fulfill(status=401, json=expired), times=1)
+            page.evaluate("dispatchEvent(new Event('online'))")  # one of the moments at which the page asks
+            expect(page.get_by_role("alert")).to_have_text("The API key is wrong.")
+            assert page.get_by_role("dialog").count() == 0
+            sign_in(page, "the-boss")
+            page.get_by_role("button", name="Go on for ever.", exact=True).click()
+            expect(answer).to_have_attribute("data-state", re.compile("stopped|done"))
+            expect(answer.locator(".markdown")).not_to_be_empty()
 
     def test_two_keys_in_two_tabs_have_their_own_conversations(self, guarded: BrowserContext) -> None:
         tabs: dict[str, Page] = {}

@@ -451,6 +451,7 @@ class WorkerCard {
       this.speed = 0;
       return;
     }
+    this.element.dataset.known = "";
     this.#count(load, seconds, now);
     const most = info.max_num_seqs || Math.max(load.running, 1);
     this.#setMeter(this.batch, load.running / most, `${load.running} of ${info.max_num_seqs || "–"}`);

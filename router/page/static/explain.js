@@ -30,7 +30,7 @@ function where({ predicted, prompt_tokens: prompt, streams, options, actual }) {
   if (predicted.decode === undefined) return null; // not told to this key; `computed` says where it went
   if (!predicted.prefill) {
     const source = predicted.prefix_source ? `, after fetching what ${predicted.prefix_source} had cached` : "";
-    return `${predicted.decode} took all of it${source}: ${uncached} of ${count(prompt)}${besides(streams)}.`;
+    return `The prompt stayed on ${predicted.decode}${source}: ${uncached} of ${count(prompt)}${besides(streams)}.`;
   }
   const local = options.find((one) => !one.prefill && !one.prefix_source && one.decode === predicted.decode);
   const spared = local && streams ? local.cost.stall_ms / streams : 0;
@@ -41,7 +41,7 @@ function where({ predicted, prompt_tokens: prompt, streams, options, actual }) {
 }
 
 function besides(streams) {
-  return streams ? `, beside ${plural(streams, "stream")}` : ", where nothing else decoded";
+  return streams ? `, beside ${plural(streams, "stream")}` : ", with no other stream there";
 }
 
 function computed({ actual, prompt_tokens: prompt }) {
@@ -95,15 +95,15 @@ function again(before, placement) {
     outcome === "worker lost"
       ? `${before.actual?.decode ?? before.predicted.decode ?? "Its worker"} was lost`
       : outcome.startsWith("parked")
-        ? `The answer moved (${outcome})`
+        ? `The answer moved${outcome.replace(/^parked(, to move)?/, "")}`
         : `It was placed again (${outcome})`;
   return `${reason}; ${where} went on ${duration(Math.max(0, gap))} later${placement.actual ? `, with a token after another ${duration(placement.actual.ttft_ms)}` : ""}.`;
 }
 
 function decoded(placements, line) {
-  if (line.usualGap === null) return null;
+  if (line.meanGap === null) return null;
   const { predicted } = placements.at(-1);
-  return `Then a token came every ${duration(line.usualGap)} (median; predicted ${duration(predicted.itl_ms)}).`;
+  return `Then a token came every ${duration(line.meanGap)} on average (predicted ${duration(predicted.itl_ms)}).`;
 }
 
 function stalled({ stalls }) {
