@@ -345,8 +345,7 @@ class TestSizesAndColours:
             assert _is_dark(page)
             _nothing_odd(watch)
 
-    @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-    @pytest.mark.parametrize("colours", ["light", "dark"])
+    @pytest.mark.parametrize(("size", "colours"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"])
     def test_axe_finds_nothing(self, browser: Browser, cluster: Cluster, size: tuple[int, int], colours: str) -> None:
         with window(browser, cluster.url, size, color_scheme=colours, bypass_csp=True) as (context, _):
             page = opened(context)
