@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import httpx2
 import orjson
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
+from cpd.common.redis_client import Redis, RedisError
 from cpd.common.trust import ClusterSecret, read_secret
 from deploy.state import ClusterState
 from router.operations.peer_routers import PeerRouters

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterator
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from cpd.common.errors import ConfigError
+from cpd.common.redis_client import Redis, RedisError
 from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import Ledger
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from rich.console import Console
 
 from cpd.common.addresses import join_address
 from cpd.common.errors import CPDError
+from cpd.common.redis_client import Redis, RedisError
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import is_loopback
 from deploy.endpoint import WILDCARDS, pick_port

@@ -28,16 +28,13 @@ from typing import Literal, cast
 
 import orjson
 import typer
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.logs import setup_logging
 from cpd.common.membership import Member, members
 from cpd.common.options import command
 from cpd.common.planner_lease import PlannerLease, read_plan
+from cpd.common.redis_client import NoBackoff, Redis, RedisError, Retry
 from cpd.common.settings import ClusterSettings, PlannerSettings, Role
 from cpd.common.trust import ClusterSecret, read_secret
 from cpd.planner.arrivals import ArrivalFeed

@@ -10,12 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.retry import Retry
-
 from cpd.common.errors import CPDError
+from cpd.common.redis_client import BlockingRedis, BlockingRetry, NoBackoff, RedisConnectionError
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SOCKET = 107  # bytes, of sockaddr_un
@@ -75,7 +71,7 @@ class EmbeddedRedis:
                 preexec_fn=end_with_parent,
             )
         deadline = time.monotonic() + _START_S
-        with Redis(unix_socket_path=str(self._socket), retry=Retry(NoBackoff(), retries=0)) as client:
+        with BlockingRedis(unix_socket_path=str(self._socket), retry=BlockingRetry(NoBackoff(), retries=0)) as client:
             while True:
                 with contextlib.suppress(RedisConnectionError):
                     client.ping()

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from starlette.types import ASGIApp
 
 from cpd.common.addresses import in_url, join_address
@@ -23,6 +20,7 @@ from cpd.common.lifecycle import Lifecycle
 from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.redis_client import NoBackoff, Redis, Retry
 from cpd.common.served_models import ServedModel
 from cpd.common.settings import RouterSettings
 from cpd.common.tls import Certificate, make_certificate

@@ -22,10 +22,9 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.process_identity import ProcessIdentity
+from cpd.common.redis_client import RedisError
 from cpd.residency.allocation import never_fits
 from cpd.residency.ledger import Ledger, Look, pause_s
 from cpd.residency.record import (

@@ -3,9 +3,8 @@
 import socket
 from collections.abc import Callable
 
-from redis.asyncio import Redis
-
 from cpd.common.process_identity import ProcessIdentity
+from cpd.common.redis_client import Redis
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import Ledger

@@ -26,9 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 import kvtransfer
 from cpd.common.addresses import join_address
@@ -38,6 +35,7 @@ from cpd.common.lifecycle import Lifecycle
 from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.redis_client import NoBackoff, Redis, Retry
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
 from cpd.common.tls import make_certificate, without_fingerprint

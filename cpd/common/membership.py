@@ -24,9 +24,8 @@ from typing import Literal
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from cpd.common.redis_client import Redis, RedisError
 from cpd.common.trust import ClusterSecret
 
 log = logging.getLogger(__name__)

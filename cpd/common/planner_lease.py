@@ -10,8 +10,7 @@ planner by an hour, so that the next one knows the last changes. Its signature s
 secret wrote it. Whoever can write to Redis can keep planners from planning, but not tell them what to do.
 """
 
-from redis.asyncio import Redis
-
+from cpd.common.redis_client import Redis
 from cpd.common.trust import ClusterSecret
 
 KEEP_S = 3600.0

@@ -20,9 +20,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from redis.asyncio import Redis
-
 from cpd.common.errors import CPDError
+from cpd.common.redis_client import Redis
 from cpd.common.trust import ClusterSecret
 from cpd.residency.record import (
     SETTLE_S,

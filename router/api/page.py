@@ -16,6 +16,7 @@ from router.api.intake import json_response, tenant_of
 from router.api.models import Models
 from router.api.tenants import Keys, Tenant
 from router.page import page_files
+from router.placement.worker_load import Residency
 
 PAGE_FILES = "/page/"
 """Prefix of the paths of the page's files, except its start, which is `/`."""
@@ -48,12 +49,16 @@ _HEADERS = {
 
 
 class SessionModel(TypedDict):
-    """A model that the caller may use. `ready`: a worker takes its requests. `defaults` are the sampling fields whose
-    defaults differ from OpenAI's."""
+    """A model that the caller may use.
+
+    `ready`: a worker takes its requests. `state`: whether it sleeps, as in `/v1/models`. `defaults` are the sampling
+    fields whose defaults differ from OpenAI's.
+    """
 
     name: str
     aliases: list[str]
     ready: bool
+    state: Residency | None
     max_model_len: int | None
     defaults: dict[str, float]
 
@@ -119,6 +124,7 @@ def _model(service: CompletionService) -> SessionModel:
         "name": service.name,
         "aliases": list(service.aliases),
         "ready": service.workers.ready,
+        "state": service.workers.residency,
         "max_model_len": service.workers.model.max_model_len or None,
         "defaults": dict(defaults),
     }

@@ -332,7 +332,7 @@ class Dispatcher:
             self._metrics.itl.observe(now - choice.last_at)
         choice.last_at = now
         choice.push(token_ids, output.logprobs, output.finish)
-        self._metrics.output_tokens.inc(choice.num_tokens - known)
+        self._metrics.output_tokens.count += choice.num_tokens - known
         if choice.has_delta:
             request.consumer.updated(choice)
         if not request.started:

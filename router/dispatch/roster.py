@@ -9,11 +9,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
 from cpd.common.membership import Member, members
 from cpd.common.planner_lease import read_plan
+from cpd.common.redis_client import Redis, RedisError
 from cpd.common.trust import ClusterSecret
 from cpd.planner.report import PlanReport, parse_report
 from router.dispatch.worker_session import Listener

@@ -22,6 +22,9 @@ PERIOD_S = 1.0
 BYTES_PER_S = 1 << 16
 """Most bytes that a listener gets a second: snapshots of large clusters come less often."""
 
+MAX_PERIOD_S = 10.0
+"""Longest interval between two snapshots, in seconds: the page takes a stream without a sign of life for dead."""
+
 PEERS_S = 5.0
 """Interval at which the other routers are asked for what they see, in seconds."""
 
@@ -73,13 +76,16 @@ class ClusterFeed:
                 while not self._ended.is_set():
                     await self._make()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(max(PERIOD_S, len(self._event) / BYTES_PER_S)):
+                        async with asyncio.timeout(self._period_s()):
                             await self._ended.wait()
                 asking.cancel()
         except Exception:
             log.exception("the cluster's state could not be described")
         for listener in list(self._listeners):
             listener.hang_up()
+
+    def _period_s(self) -> float:
+        return min(max(PERIOD_S, len(self._event) / BYTES_PER_S), MAX_PERIOD_S)
 
     async def _make(self) -> None:
         own = await self._overview.own()

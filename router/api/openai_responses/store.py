@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import orjson
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from cpd.common.redis_client import Redis, RedisError
 from cpd.common.trust import ClusterSecret
 from router.api.openai_responses.documents import ResponseDocument
 from router.errors import ApiError, invalid, unavailable

@@ -42,7 +42,7 @@ export class ApiError extends Error {
 export async function request(path, { method = "GET", body, headers = {}, signal } = {}) {
   const sent = { ...headers };
   const used = key;
-  if (used) sent.authorization = `Bearer ${used}`;
+  if (used) sent.authorization = `Bearer ${utf8(used)}`;
   if (body !== undefined) sent["content-type"] = "application/json";
   const options = { method, headers: sent, signal, cache: "no-store" };
   let response;
@@ -56,6 +56,11 @@ export async function request(path, { method = "GET", body, headers = {}, signal
   const error = await readError(response);
   if (response.status === 401 && used === key) onUnauthorized(error.message); // else somebody has signed out meanwhile
   throw error;
+}
+
+// Headers take bytes: `fetch` throws at other characters.
+function utf8(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
 async function readError(response) {

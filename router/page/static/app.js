@@ -3,7 +3,7 @@
 import { ApiError, hasKey, json, needsKey, setKey, whenUnauthorized } from "./api.js";
 import { Chat } from "./chat.js";
 import { ClusterView } from "./cluster.js";
-import { announce, h, iconButton, setAttribute, setText } from "./dom.js";
+import { announce, closeDialogs, h, iconButton, setAttribute, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { Storage } from "./storage.js";
 
@@ -15,19 +15,16 @@ const THEMES = ["auto", "light", "dark"];
 const root = document.getElementById("app");
 let page = null;
 
-whenUnauthorized((message) => {
-  page?.close();
-  page = null;
-  setKey("");
-  signIn(message);
-});
+whenUnauthorized(leave);
 
 /** The page of somebody whose key is accepted, or of anybody if there are none. */
 class Page {
   constructor(session) {
     this.session = session;
+    this.version = session.version; // of the server that the page comes from
     this.failures = 0;
     this.timer = 0;
+    this.bannerTimer = 0;
     this.lostAt = 0;
     this.closed = new AbortController();
   }
@@ -136,11 +133,11 @@ class Page {
   }
 
   #isConnected(session) {
-    if (session.version !== this.session.version)
+    if (session.version !== this.version)
       this.#say(`The server has another version now (${session.version}); reload the page.`, "warn");
     else if (this.failures) {
       this.#say("Connected again.", "ok");
-      setTimeout(() => this.failures || (this.banner.hidden = true), TOLD_MS);
+      this.bannerTimer = setTimeout(() => (this.banner.hidden = true), TOLD_MS);
     }
     this.failures = 0;
   }
@@ -152,6 +149,7 @@ class Page {
   }
 
   #say(text, tone) {
+    clearTimeout(this.bannerTimer);
     setText(this.banner, text);
     setAttribute(this.banner, "class", `banner ${tone}`);
     this.banner.hidden = false;
@@ -170,12 +168,14 @@ function signIn(message = "") {
     "aria-describedby": "key-error key-hint",
   });
   const error = h("p", { class: "error", id: "key-error", role: "alert" });
+  const submit = h("button", { class: "primary", text: "Sign in" });
   const form = h(
     "form",
     {
       class: "sign-in",
       onsubmit: async (event) => {
         event.preventDefault();
+        submit.disabled = true;
         setKey(input.value.trim());
         await start();
       },
@@ -185,7 +185,7 @@ function signIn(message = "") {
     h("label", { for: "key", text: "API key" }),
     input,
     error,
-    h("button", { class: "primary", text: "Sign in" }),
+    submit,
     h("p", { class: "hint", id: "key-hint", text: "The key stays in this tab, until you close it or sign out." }),
   );
   document.title = "Sign in · CPD";
@@ -195,11 +195,17 @@ function signIn(message = "") {
 }
 
 function signOut() {
+  leave();
+  announce("Signed out.");
+}
+
+// Forgets the key and asks for another one.
+function leave(message = "") {
   page?.close();
   page = null;
   setKey("");
-  signIn();
-  announce("Signed out.");
+  closeDialogs();
+  signIn(message);
 }
 
 // ---- theme ----

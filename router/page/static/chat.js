@@ -50,10 +50,17 @@ export class Chat {
     this.#show();
   }
 
-  /** Ends what runs. */
+  /** Ends what runs, and keeps what has come of it. */
   close() {
     this.closed = true;
-    for (const controller of this.running.values()) controller.abort();
+    for (const conversation of this.live.values()) {
+      const running = this.#runningIn(conversation);
+      for (const node of running) {
+        this.running.get(node.id).abort();
+        node.state = "stopped";
+      }
+      if (running.length) this.#keep(conversation);
+    }
     this.storage.close();
   }
 
@@ -64,8 +71,8 @@ export class Chat {
     if (key === this.modelsKey) return;
     this.modelsKey = key;
     this.model.replaceChildren(
-      ...models.map(({ name, ready }) =>
-        h("option", { value: name, text: ready ? name : `${name} (no worker is ready)` }),
+      ...models.map(({ name, ready, state }) =>
+        h("option", { value: name, text: modelText(name, ready, state) }),
       ),
     );
     if (!models.some(({ name }) => name === this.conversation.model))
@@ -318,6 +325,8 @@ export class Chat {
     this.conversation = conversation;
     this.live.set(id, conversation);
     this.views.clear();
+    this.modelsKey = "";
+    this.sessionChanged();
     this.#show();
   }
 
@@ -413,10 +422,15 @@ export class Chat {
         messages: messagesFor(conversation, parent),
         ...requestFields(conversation),
       };
-      node.finish = await complete(body, node.requestId, controller.signal, node.measured, (delta) => {
+      const onDelta = (delta) => {
         applyDelta(node, delta);
         changed();
-      });
+      };
+      const onWaking = () => {
+        node.waking = true;
+        changed();
+      };
+      node.finish = await complete(body, node.requestId, controller.signal, node.measured, onDelta, onWaking);
       node.state = "done";
     } catch (error) {
       this.#failed(node, error);
@@ -535,6 +549,11 @@ export class Chat {
   #scrollToEnd() {
     this.thread.scrollTop = this.thread.scrollHeight;
   }
+}
+
+function modelText(name, ready, state) {
+  if (!ready) return `${name} (no worker is ready)`;
+  return state && state !== "serving" ? `${name} (${state})` : name;
 }
 
 function spoken(node) {

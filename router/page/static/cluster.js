@@ -2,7 +2,7 @@
 // `GET /cluster/live`; while the view is hidden there is no stream.
 
 import { ApiError, json, request, serverSentEvents } from "./api.js";
-import { announce, confirmDialog, h, s, setAttribute, setText } from "./dom.js";
+import { announce, confirmDialog, h, s, setAttribute, setText, tell } from "./dom.js";
 import { bytes, clock, count, duration, percent, plural, rate } from "./format.js";
 
 const HISTORY = 60; // snapshots whose speeds are drawn
@@ -22,6 +22,13 @@ const STATES = {
   connecting: ["bad", "not connected"],
   refused: ["bad", "refused"],
   gone: ["bad", "gone"],
+};
+
+// of workers on shared devices that are ready, but whose model does not serve
+const RESIDENCIES = {
+  asleep: ["asleep", "asleep"],
+  waking: ["warn", "waking"],
+  draining: ["warn", "making room for another model"],
 };
 
 export class ClusterView {
@@ -116,7 +123,10 @@ export class ClusterView {
           this.#receive(data === null ? this.status : JSON.parse(data));
         }
       } catch (error) {
-        if (error instanceof ApiError && (error.status === 401 || error.status === 403)) return;
+        if (error instanceof ApiError && (error.status === 401 || error.status === 403)) {
+          setText(this.stamp, error.message);
+          return;
+        }
         if (!(error instanceof ApiError) && error.name !== "AbortError") throw error;
       } finally {
         clearTimeout(silence);
@@ -299,8 +309,11 @@ export class ClusterView {
   // ---- changes ----
 
   async #drain(name, kind) {
-    const lastOne = kind === "worker" && this.#isLastCombined(name);
-    const warning = lastOne ? " It is the last combined worker that is ready: nobody will answer requests." : "";
+    let warning = "";
+    if (kind === "worker" && this.#isLastCombined(name))
+      warning = " It is the last combined worker that is ready: nobody will answer requests.";
+    else if (kind === "router" && this.status.routers.length === 1)
+      warning = " It is the only router: the server and this page end with it.";
     if (
       !(await confirmDialog(
         `Drain ${name}? It takes no new requests, finishes its own, and is not started again.${warning}`,
@@ -312,7 +325,8 @@ export class ClusterView {
       await json(`cluster/drain?name=${encodeURIComponent(name)}`, { method: "POST" });
       announce(`${name} drains.`);
     } catch (error) {
-      await confirmDialog(error.message, "OK", { danger: false });
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status !== 401) await tell(error.message); // else the sign-in says it
     }
   }
 
@@ -430,13 +444,14 @@ class WorkerCard {
     const restarted = this.incarnation !== undefined && this.incarnation !== worker.incarnation;
     this.incarnation = worker.incarnation;
     if (restarted) this.history = [];
-    this.#setState(worker.state, worker.reason);
+    this.#setState(worker.state, worker.reason, worker.residency?.state);
     setText(this.badge, severalModels ? `${worker.role} · ${worker.model}` : worker.role);
     this.element.dataset.role = worker.role;
     if (!load || !info) {
       this.speed = 0;
       return;
     }
+    this.element.dataset.known = "";
     this.#count(load, seconds, now);
     const most = info.max_num_seqs || Math.max(load.running, 1);
     this.#setMeter(this.batch, load.running / most, `${load.running} of ${info.max_num_seqs || "–"}`);
@@ -472,8 +487,8 @@ class WorkerCard {
     return this.history.length > 1 ? this.history.at(-1)[name] - this.history[0][name] : 0;
   }
 
-  #setState(state, reason) {
-    const [tone, text] = STATES[state] ?? ["warn", state];
+  #setState(state, reason, residency) {
+    const [tone, text] = (state === "ready" && RESIDENCIES[residency]) || (STATES[state] ?? ["warn", state]);
     setAttribute(this.state, "class", `state ${tone}`);
     setText(this.state, text);
     setText(this.reason, tone === "ok" ? "" : (reason ?? ""));

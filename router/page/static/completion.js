@@ -41,11 +41,12 @@ export function tokensPerSecond(measured) {
  * @param {AbortSignal} signal
  * @param {Measured} measured Filled in as the answer comes.
  * @param {(delta: object) => void} onDelta Gets each delta of the message.
+ * @param {() => void} onWaking Called while the answer waits for the model to wake.
  * @returns {Promise<string>} The finish reason.
  * @throws {ApiError} The call failed, or the stream broke before its end.
  * @throws {DOMException} `AbortError`, if `signal` stopped it.
  */
-export async function complete(body, requestId, signal, measured, onDelta) {
+export async function complete(body, requestId, signal, measured, onDelta, onWaking) {
   const began = performance.now();
   const headers = { "x-request-id": requestId, "x-cpd-ticks": "1" };
   let finish = "";
@@ -59,14 +60,17 @@ export async function complete(body, requestId, signal, measured, onDelta) {
   measured.worker = response.headers.get("x-cpd-decode-worker") ?? "";
   measured.prefill = response.headers.get("x-cpd-prefill-worker") ?? "";
   for await (const data of serverSentEvents(response)) {
-    if (data === null) continue;
+    if (data === null) {
+      onWaking(); // the only comment in an answer
+      continue;
+    }
     const now = performance.now() - began;
     if (data === "[DONE]") {
       measured.e2e = now;
       done = true;
       break;
     }
-    const chunk = JSON.parse(data);
+    const chunk = parsed(data);
     if (chunk.error) throw new ApiError(0, chunk.error.code, chunk.error.message);
     if (chunk.usage) {
       measured.tokens = chunk.usage.completion_tokens;
@@ -85,4 +89,12 @@ export async function complete(body, requestId, signal, measured, onDelta) {
   }
   if (!done) throw new ApiError(0, "stream_broke", "The stream broke before the answer's end.");
   return finish;
+}
+
+function parsed(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw new ApiError(0, "stream_broke", "The stream has something in it that is not an answer.");
+  }
 }

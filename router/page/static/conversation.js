@@ -4,7 +4,7 @@
 // A node is {id, parent, role, content, ...}; `parent` is "" for the first message. `chosen` has, for each node (and ""),
 // the child that is shown. A user's node has `content`. An assistant's node also has `reasoning`, `calls` (tool calls),
 // `state` ("running", "done", "stopped" or "failed"), `finish`, `error`, `requestId`, `measured` and `placements` (its
-// time line). A tool's node has `callId`.
+// time line), and `waking` if it has waited for the model to wake. A tool's node has `callId`.
 
 export function newId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(36).padStart(2, "0")).join("");

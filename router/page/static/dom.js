@@ -85,27 +85,34 @@ export function iconButton(name, label, onclick, props = {}) {
   );
 }
 
+/** Tells something that must be read before going on. */
+export function tell(text) {
+  return showDialog(text, [["OK", "primary"]]);
+}
+
 /** Asks a yes-or-no question; resolves to whether the answer was yes. */
-export function confirmDialog(question, yes, { danger = true } = {}) {
+export async function confirmDialog(question, yes) {
+  return (await showDialog(question, [["Cancel"], [yes, "danger"]])) === yes;
+}
+
+/** Closes the dialogs that are open, as if nothing had been chosen. */
+export function closeDialogs() {
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close();
+}
+
+// Resolves to the text of the chosen button, or to "".
+function showDialog(text, buttons) {
   return new Promise((resolve) => {
     const dialog = h(
       "dialog",
-      {
-        class: "question",
-        "aria-label": question,
-        onclose: () => (dialog.remove(), resolve(dialog.returnValue === "yes")),
-      },
-      h("p", { text: question }),
+      { class: "question", "aria-label": text, onclose: () => (dialog.remove(), resolve(dialog.returnValue)) },
+      h("p", { text }),
       h(
         "div",
         { class: "row end" },
-        h("button", { type: "button", text: "Cancel", onclick: () => dialog.close("no") }),
-        h("button", {
-          type: "button",
-          class: danger ? "danger" : "primary",
-          text: yes,
-          onclick: () => dialog.close("yes"),
-        }),
+        buttons.map(([name, look]) =>
+          h("button", { type: "button", class: look, text: name, onclick: () => dialog.close(name) }),
+        ),
       ),
     );
     document.body.append(dialog);

@@ -13,6 +13,7 @@ export function sentences(placements, line) {
   return [
     where(first),
     started && computed(started),
+    started?.actual.wake_ms && woke(started.actual),
     started && waited(started),
     started?.actual.fetched && fetched(started.actual),
     started?.actual.landed && moved(started.actual),
@@ -29,7 +30,7 @@ function where({ predicted, prompt_tokens: prompt, streams, options, actual }) {
   if (predicted.decode === undefined) return null; // not told to this key; `computed` says where it went
   if (!predicted.prefill) {
     const source = predicted.prefix_source ? `, after fetching what ${predicted.prefix_source} had cached` : "";
-    return `${predicted.decode} took all of it${source}: ${uncached} of ${count(prompt)}${besides(streams)}.`;
+    return `The prompt stayed on ${predicted.decode}${source}: ${uncached} of ${count(prompt)}${besides(streams)}.`;
   }
   const local = options.find((one) => !one.prefill && !one.prefix_source && one.decode === predicted.decode);
   const spared = local && streams ? local.cost.stall_ms / streams : 0;
@@ -40,7 +41,7 @@ function where({ predicted, prompt_tokens: prompt, streams, options, actual }) {
 }
 
 function besides(streams) {
-  return streams ? `, beside ${plural(streams, "stream")}` : ", where nothing else decoded";
+  return streams ? `, beside ${plural(streams, "stream")}` : ", with no other stream there";
 }
 
 function computed({ actual, prompt_tokens: prompt }) {
@@ -51,10 +52,13 @@ function computed({ actual, prompt_tokens: prompt }) {
   return `${by} computed the prompt; ${cached}.`;
 }
 
+function woke({ wake_ms: ms, decode }) {
+  return `The model did not serve on ${decode}: ${duration(ms)} went by until it did.`;
+}
+
 function waited({ actual }) {
-  return actual.queue_ms >= 1
-    ? `It waited ${duration(actual.queue_ms)} in the queue of ${actual.prefill || actual.decode}.`
-    : null;
+  const ms = actual.queue_ms - (actual.wake_ms ?? 0);
+  return ms >= 1 ? `It waited ${duration(ms)} in the queue of ${actual.prefill || actual.decode}.` : null;
 }
 
 function fetched({ fetched: { pages, bytes: size, waited_ms: ms }, prefix_source: source }) {
@@ -91,15 +95,15 @@ function again(before, placement) {
     outcome === "worker lost"
       ? `${before.actual?.decode ?? before.predicted.decode ?? "Its worker"} was lost`
       : outcome.startsWith("parked")
-        ? `The answer moved (${outcome})`
+        ? `The answer moved${outcome.replace(/^parked(, to move)?/, "")}`
         : `It was placed again (${outcome})`;
   return `${reason}; ${where} went on ${duration(Math.max(0, gap))} later${placement.actual ? `, with a token after another ${duration(placement.actual.ttft_ms)}` : ""}.`;
 }
 
 function decoded(placements, line) {
-  if (line.usualGap === null) return null;
+  if (line.meanGap === null) return null;
   const { predicted } = placements.at(-1);
-  return `Then a token came every ${duration(line.usualGap)} (median; predicted ${duration(predicted.itl_ms)}).`;
+  return `Then a token came every ${duration(line.meanGap)} on average (predicted ${duration(predicted.itl_ms)}).`;
 }
 
 function stalled({ stalls }) {

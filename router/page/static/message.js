@@ -30,6 +30,7 @@ export class MessageView {
     this.reasoningText = null;
     this.shownCalls = "";
     this.shownState = "";
+    this.shownPlacements = undefined;
     this.branches = h("span", { class: "branches" });
     this.body = h("div", { class: "body" });
     this.foot = h("div", { class: "foot" });
@@ -155,7 +156,7 @@ export class MessageView {
     this.text = h("div", { class: "markdown" });
     this.calls = h("div", { class: "calls" });
     this.results = h("div");
-    this.waiting = h("div", { class: "waiting", text: "Waiting for the first token" });
+    this.waiting = h("div", { class: "waiting" });
     this.error = h("p", { class: "error" });
     this.figures = h("p", { class: "figures" });
     this.line = h("div");
@@ -226,9 +227,11 @@ export class MessageView {
   #showState() {
     const { node } = this;
     this.waiting.hidden = node.state !== "running" || Boolean(node.content || node.reasoning || node.calls.length);
-    const key = `${node.state} ${node.error} ${Boolean(node.placements)} ${node.measured?.tokens}`;
-    if (key === this.shownState) return;
+    setText(this.waiting, node.waking ? "The model is waking" : "Waiting for the first token");
+    const key = `${node.state} ${node.error} ${node.measured?.tokens}`;
+    if (key === this.shownState && node.placements === this.shownPlacements) return;
     this.shownState = key;
+    this.shownPlacements = node.placements;
     this.element.dataset.state = node.state;
     this.element.setAttribute("aria-busy", node.state === "running");
     setText(this.error, node.error);

@@ -101,7 +101,7 @@ export function settingsPanel(onChange) {
           else delete conversation.sampling.reasoning_effort;
         }),
     },
-    EFFORTS.map((one) => h("option", { value: one, text: one || "as the model does" })),
+    EFFORTS.map((one) => h("option", { value: one, text: one || "model’s own" })),
   );
   function checkTools() {
     let wrong = "";

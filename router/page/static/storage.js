@@ -20,6 +20,7 @@ export class Storage {
     this.tenant = tenant;
     this.database = database;
     this.memory = new Map(); // what the database could not take
+    this.closed = false;
     this.channel = new BroadcastChannel(NAME);
   }
 
@@ -35,9 +36,8 @@ export class Storage {
 
   /** Id, title and date of all conversations, latest first. */
   async list() {
-    const kept = this.database
-      ? await this.#run("titles", (store) => store.getAll(this.#range()))
-      : [];
+    const kept =
+      this.database && !this.closed ? await this.#run("titles", (store) => store.getAll(this.#range())) : [];
     return [...kept.filter(({ id }) => !this.memory.has(id)), ...this.memory.values()]
       .map(({ id, title, updated }) => ({ id, title, updated }))
       .sort((one, other) => other.updated - one.updated);
@@ -63,7 +63,7 @@ export class Storage {
       return;
     }
     this.memory.delete(id);
-    this.channel.postMessage({ tenant: this.tenant, id });
+    this.#tell(id);
   }
 
   /** Removes a conversation. */
@@ -74,7 +74,7 @@ export class Storage {
       for (const name of ["titles", "conversations"]) transaction.objectStore(name).delete([this.tenant, id]);
       await ended(transaction);
     }
-    this.channel.postMessage({ tenant: this.tenant, id });
+    this.#tell(id);
   }
 
   /** Removes all conversations of this tenant. */
@@ -82,9 +82,15 @@ export class Storage {
     for (const { id } of await this.list()) await this.remove(id);
   }
 
+  /** Ends what has begun; after it nothing is kept. */
   close() {
+    this.closed = true;
     this.channel.close();
     this.database?.close();
+  }
+
+  #tell(id) {
+    if (!this.closed) this.channel.postMessage({ tenant: this.tenant, id });
   }
 
   #range() {

@@ -16,7 +16,7 @@ export function keptPlacements(document) {
 
 /**
  * @typedef {{kind: string, from: number, to: number, worker: string}} Phase Times in ms since the call arrived.
- * @typedef {{phases: Phase[], first: number|null, total: number, ticks: number[], stalls: object[], usualGap: number|null}} Line
+ * @typedef {{phases: Phase[], first: number|null, total: number, ticks: number[], stalls: object[], meanGap: number|null}} Line
  */
 
 /**
@@ -46,7 +46,9 @@ export function lineOf(placements) {
     const begins = placement.placed_ms;
     const firstAt = begins + actual.ttft_ms;
     if (actual.fetched) until("fetch", Math.min(firstAt, begins + actual.fetched.waited_ms), actual.prefix_source);
-    until("queue", Math.min(firstAt, Math.max(at, begins) + actual.queue_ms), computing);
+    const queued = Math.max(at, begins);
+    if (actual.wake_ms) until("wake", Math.min(firstAt, queued + actual.wake_ms), decode);
+    until("queue", Math.min(firstAt, queued + actual.queue_ms), computing);
     until("prefill", firstAt, computing);
     first ??= firstAt;
     const second = firstAt + (actual.first_gap_ms ?? 0);
@@ -55,21 +57,20 @@ export function lineOf(placements) {
     until("decode", actual.last_ms, decode);
     for (const tick of actual.ticks_ms ?? []) ticks.push(tick);
   }
-  const { usualGap, stalls } = stallsIn(ticks, placements);
-  return { phases, first, total: at, ticks, stalls, usualGap };
+  const meanGap = ticks.length > 1 ? (ticks.at(-1) - ticks[0]) / (ticks.length - 1) : null;
+  return { phases, first, total: at, ticks, stalls: stallsIn(ticks, placements), meanGap };
 }
 
 function stallsIn(ticks, placements) {
   const gaps = ticks.slice(1).map((tick, index) => tick - ticks[index]);
-  if (!gaps.length) return { usualGap: null, stalls: [] };
+  if (!gaps.length) return [];
   const usualGap = [...gaps].sort((one, other) => one - other)[Math.floor(gaps.length / 2)];
   const least = Math.max(LEAST_STALL_MS, STALL_FACTOR * usualGap);
-  const stalls = gaps
+  return gaps
     .map((gap, index) => ({ from: ticks[index], to: ticks[index + 1], gap, token: index + 2 }))
     .filter(({ gap }) => gap > least)
     .slice(0, SHOWN_STALLS)
     .map((stall) => ({ ...stall, why: whyStalled(stall, placements) }));
-  return { usualGap, stalls };
 }
 
 function whyStalled(stall, placements) {
@@ -84,6 +85,7 @@ const NAMES = {
   replaced: "waiting for another worker",
   attempt: "given back",
   fetch: "fetching a prefix",
+  wake: "waking the model",
   queue: "queue",
   prefill: "prefill",
   transfer: "pages on their way",
@@ -145,6 +147,7 @@ function predictedLine(predicted, line) {
   let at = 0;
   const parts = cost
     ? [
+        ["wake", cost.wake_ms],
         ["queue", cost.wait_ms],
         ["prefill", cost.prefill_ms],
         ["router", cost.handoff_ms],

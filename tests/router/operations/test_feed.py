@@ -135,7 +135,7 @@ async def test_a_later_listener_gets_no_old_snapshot(feed: ClusterFeed, overview
 async def test_snapshots_of_large_clusters_come_less_often(
     feed: ClusterFeed, overview: FakeOverview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "BYTES_PER_S", 1)  # the next one is minutes away
+    monkeypatch.setattr(feeds, "BYTES_PER_S", 1)  # the next one is seconds away
     with _listening(feed, 1) as (listener,):
         await listener.next()
         with pytest.raises(TimeoutError):
