@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.access_log import AccessLog, CallStart
 from router.api.allowed_hosts import AllowedHosts
+from router.api.anthropic_messages.errors import is_of_messages
 from router.api.body import ClientGoneError
 from router.api.call_traces import end_call
 from router.api.client_limit import ClientLimit
@@ -109,7 +110,8 @@ class Gate:
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
                 limits = self._limits.headers(tenant, loop.time()) if generates else ()
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
+                names = (b"x-request-id", b"request-id") if is_of_messages(scope["path"]) else (b"x-request-id",)
+                message["headers"] = [*message["headers"], *((name, request_id) for name in names), *limits]
             await send(message)
 
         response: Response | None = None

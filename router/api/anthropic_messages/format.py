@@ -80,7 +80,7 @@ class MessagesFormat(EventFormat):
                 return self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case CallArguments(_, text):
                 strict = self._json.push(text)
-                return self._more(strict, {"type": "input_json_delta", "partial_json": strict})
+                return self._more(strict, {"type": "input_json_delta", "partial_json": strict}) if strict else b""
 
     def end(self, choice: Choice) -> bytes:
         message = self._message

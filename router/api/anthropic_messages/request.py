@@ -161,6 +161,7 @@ class CountTokensRequest(Body):
         "speed": ("standard",),
     }
     VERBATIM: ClassVar[frozenset[str]] = frozenset({"input", "input_schema", "schema"})
+    ENTRIES: ClassVar[tuple[str, ...]] = ("messages", "system")
 
     model: str = Field(description="Name of the model.")
     messages: list[MessageParam] = Field(min_length=1, fail_fast=True, description="The conversation so far.")

@@ -71,6 +71,7 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         "service_tier": "auto",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
+        "prompt_cache_options": {"ttl": "30m"},
         "tools": [],
         "functions": [],
         "modalities": ["text"],
