@@ -124,13 +124,3 @@ Item = Annotated[
 ]
 
 AnyItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
-
-
-def chat_content(text: str | list[InputTextPart | OutputTextPart | RefusalPart]) -> str | list[dict[str, str]]:
-    """Returns the content of a message of the chat."""
-    if isinstance(text, str):
-        return text
-    parts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in text]
-    if len(parts) > 1:
-        return [{"type": "text", "text": part} for part in parts]
-    return "".join(parts)
