@@ -77,8 +77,8 @@ class ResponsesFormat(EventFormat):
         self._keep = keep
         self._document = _begun(request, asked, is_stored=keep is not None)
         self._num_events = 0
-        self._item: OutputItem | None = None  # which has begun and not ended
-        self._pieces: list[str] = []  # of its text
+        self._item: OutputItem | None = None  # the item that has begun and not ended
+        self._pieces: list[str] = []  # of that item's text
 
     def first(self, index: int, prompt: bytes, usage: Usage) -> bytes:
         return self._response_event("response.created") + self._response_event("response.in_progress")
