@@ -4,9 +4,9 @@
 They are those of the tokenizer, up to the last one that could also be the start of a longer token.
 
 **Endings.** An output should end before its limit on tokens cuts it. So the constraint looks from time to time for an
-ending (`cpd/grammar/ending.py`). It looks more often when fewer tokens can be spared, and when something begins that may
-need many. A sampled token after which no ending is found that fits is replaced by the first token of the ending before it.
-Once the ending needs all that is left, its tokens are forced.
+ending (`cpd/grammar/ending.py`). It looks more often when fewer tokens can be spared, and when something begins that
+may need many. A sampled token after which no ending is found that fits is replaced by the first token of the ending
+before it. Once the ending needs all that is left, its tokens are forced.
 
 What is forced or replaced follows from the tokens of the output so far and its limit, and from nothing else. So the
 state is the same whether the tokens were sampled here, or are accepted again where the output goes on.
