@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.access_log import AccessLog, CallStart
 from router.api.allowed_hosts import AllowedHosts
-from router.api.anthropic_messages.errors import is_of_messages
 from router.api.body import ClientGoneError
 from router.api.call_traces import end_call
 from router.api.client_limit import ClientLimit
@@ -32,6 +31,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no API key and are served for any host, as load balancers probe by address."""
+
+_ID_HEADERS = (b"x-request-id", b"request-id")
+"""The headers of a response from which OpenAI's and Anthropic's clients read the request's id."""
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 """With a generating call: the time from its arrival for which a first token is of use to the client."""
@@ -110,8 +112,8 @@ class Gate:
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
                 limits = self._limits.headers(tenant, loop.time()) if generates else ()
-                names = (b"x-request-id", b"request-id") if is_of_messages(scope["path"]) else (b"x-request-id",)
-                message["headers"] = [*message["headers"], *((name, request_id) for name in names), *limits]
+                ids = [(name, request_id) for name in _ID_HEADERS]
+                message["headers"] = [*message["headers"], *ids, *limits]
             await send(message)
 
         response: Response | None = None

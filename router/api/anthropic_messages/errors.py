@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form, and which paths have them."""
+"""Errors in Anthropic's form."""
 
 from collections.abc import Mapping
 
@@ -26,11 +26,8 @@ def messages_error(error: ApiError) -> MessagesErrorResponse:
     return {"type": "error", "error": {"type": _TYPES.get(error.status, other), "message": error.message}}
 
 
-def is_of_messages(path: str) -> bool:
-    """True if a path belongs to the Messages API."""
-    return path == _PATH or path.startswith(f"{_PATH}/")
-
-
 def error_body(error: ApiError, path: str) -> bytes:
     """Returns the body of an error response, in the form of the API that the path belongs to."""
-    return orjson.dumps(messages_error(error)) if is_of_messages(path) else error.body()
+    if path == _PATH or path.startswith(f"{_PATH}/"):
+        return orjson.dumps(messages_error(error))
+    return error.body()
