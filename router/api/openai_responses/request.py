@@ -14,6 +14,11 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 """OpenAI's limits on the entries of `metadata` and on their characters. They come back with the response."""
 
 
+def _any_names(schema: dict[str, Any]) -> None:
+    """Allows any names in the JSON schema of a mapping: those of nulls, which are dropped, have no limit."""
+    del schema["propertyNames"]
+
+
 class FunctionTool(StrictModel):
     """A function that the model may call."""
 
@@ -174,6 +179,7 @@ class ResponsesRequest(Body):
         max_length=MAX_METADATA,
         description=f"Comes back with the response. Up to {MAX_METADATA} entries, with keys of {MAX_METADATA_KEY} and "
         f"values of {MAX_METADATA_VALUE} characters.",
+        json_schema_extra=_any_names,
     )
 
     @property
