@@ -23,7 +23,7 @@ class FunctionTool(StrictModel):
     """A function that the model may call."""
 
     type: Literal["function"] = Field(description="Kind of the tool.")
-    name: ToolName = Field(description="Name: up to 64 letters, digits, `_` and `-`.")
+    name: ToolName = Field(description="Name: up to 128 letters, digits, `_` and `-`.")
     description: str | None = Field(None, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, of type object.")
     strict: bool | None = Field(

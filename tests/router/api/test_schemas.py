@@ -345,7 +345,7 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
         (_with_function(name="a b"), "tools[0].function.name", "invalid_value"),
         (_with_function(name=""), "tools[0].function.name", "invalid_value"),
         (_with_function(name="f\n"), "tools[0].function.name", "invalid_value"),
-        (_with_function(name="x" * 65), "tools[0].function.name", "invalid_value"),
+        (_with_function(name="x" * 129), "tools[0].function.name", "invalid_value"),
         (_with_function(parameters=[]), "tools[0].function.parameters", "invalid_type"),
         (_with_function(parameters={"type": "array"}), "tools[0].function.parameters", "invalid_value"),
         (_with_function(other=1), "tools[0].function.other", "unknown_parameter"),
