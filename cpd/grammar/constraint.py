@@ -4,9 +4,9 @@
 They are those of the tokenizer, up to the last one that could also be the start of a longer token.
 
 **Endings.** An output should end before its limit on tokens cuts it. So the constraint looks from time to time for an
-ending (`cpd/grammar/ending.py`): the more often the fewer tokens can be spared, and when something begins that may need
-many. A sampled token after which no ending is found that fits is replaced by the first token of the ending before it.
-Once the ending needs all that is left, its tokens are forced.
+ending (`cpd/grammar/ending.py`). It looks more often when fewer tokens can be spared, and when something begins that
+may need many. A sampled token after which no ending is found that fits is replaced by the first token of the ending
+before it. Once the ending needs all that is left, its tokens are forced.
 
 What is forced or replaced follows from the tokens of the output so far and its limit, and from nothing else. So the
 state is the same whether the tokens were sampled here, or are accepted again where the output goes on.
@@ -31,10 +31,10 @@ Mask = npt.NDArray[np.int32]
 _NO_LIMIT = 1 << 62
 
 _PART = 8
-"""An ending is looked for again when this part of the tokens that the last one left over are used."""
+"""An ending is looked for again when one in this many of the tokens that the last one left over is used."""
 
 _NEAR = 512
-"""With so few left over, it is looked for after every token with which a list or an object may begin, too."""
+"""With fewer tokens than this left over, an ending is also looked for whenever a list or an object may begin."""
 
 
 def mask_of(tokens: Iterable[int], vocab_size: int) -> Mask:
@@ -87,8 +87,8 @@ class TokenConstraint:
         self._matcher = matcher
         self._tokens = tokens
         self._left = _NO_LIMIT  # tokens that may still come
-        self._check_at = -1  # so few are left when the next ending is looked for
-        self._near = -1  # so few are left when it is looked for at the start of lists and objects
+        self._check_at = -1  # with fewer left, the next ending is looked for
+        self._near = -1  # with fewer left, one is looked for at the start of lists and objects, too
         self._forced = deque(self._only_way())
 
     @property

@@ -110,7 +110,7 @@ class _Search:
         return found or self._first(self._markers) or self._any()
 
     def _allows(self, *tokens: int) -> int:
-        """Number of the first of these tokens that may come."""
+        """Returns how many of these tokens may come, one after the other."""
         self._tries += 1
         return int(self._matcher.validate_tokens(list(tokens)))
 

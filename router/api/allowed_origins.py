@@ -6,7 +6,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 _EXPOSED = (
-    *("retry-after", "x-request-id", "x-cpd-route", "x-cpd-decode-worker", "x-cpd-prefill-worker"),
+    *("retry-after", "x-request-id", "request-id"),
+    *("x-cpd-route", "x-cpd-decode-worker", "x-cpd-prefill-worker", "x-cpd-wake-ms"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 """Headers of responses that pages may read."""

@@ -21,7 +21,8 @@ _PLAIN_FIELDS = {"role", "content"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """An escaped NUL character in JSON; a backslash before it may be escaped itself."""
 
-ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+"""Anthropic's limit; OpenAI's is half of it."""
 
 
 def text_or_list(value: Any) -> str:
@@ -80,7 +81,7 @@ class Message(StrictModel):
 class Function(StrictModel):
     """A function that the model may call."""
 
-    name: ToolName = Field(description="Name: up to 64 letters, digits, `_` and `-`.")
+    name: ToolName = Field(description="Name: up to 128 letters, digits, `_` and `-`.")
     description: str | None = Field(None, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, of type object.")
     strict: bool | None = Field(

@@ -136,7 +136,6 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        caller.tenant.check_priority(request.priority)
         tenant, tools, output = caller.tenant.salt, request.offered_tools, self.output_format
         asked = await self._grammars.asked(request, tenant)
         prompt, end = await self.chat_prompt(request, caller)
@@ -176,7 +175,6 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        caller.tenant.check_priority(request.priority)
         asked = await self._grammars.asked(request, caller.tenant.salt)
         grammar = None if asked is None else asked[1]
         for prompt in request.prompts:
@@ -282,6 +280,7 @@ class CompletionService:
         thinking_budget: pb.ThinkingBudget | None = None,
     ) -> CompletionResponse:
         """Starts the requests for the prompts. `shown` are special tokens that have text in the outputs."""
+        priority = caller.tenant.priority(request.priority)
         if not self.workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         for prompt in prompts:
@@ -333,7 +332,7 @@ class CompletionService:
                 sampling=samplings[position],
                 choices=choices[position * n : (position + 1) * n],
                 consumer=response,
-                priority=-request.priority,
+                priority=-priority,
                 received=caller.started,
                 needed_at=caller.needed_at,
                 ticks=caller.ticks,

@@ -20,7 +20,7 @@ class EventFormat(Format):
 
     Attributes:
         parser: The parser of the output.
-        reasoning_tokens: Tokens with text of their own, up to the end of the reasoning.
+        reasoning_tokens: Number of tokens with text of their own, up to the end of the reasoning.
     """
 
     PARSES = True

@@ -24,8 +24,8 @@ class Format(ABC):
 
     PARSES: ClassVar[bool] = False
 
-    def count_with(self, usage: Callable[[], Usage]) -> None:  # noqa: B027 - most have not
-        """Every event of new text tells the `usage` so far, in APIs that have that."""
+    def count_with(self, usage: Callable[[], Usage]) -> None:  # noqa: B027 - most APIs have no such option
+        """Puts the `usage` so far into every event of new text, in APIs that have that option."""
 
     @abstractmethod
     def first(self, index: int, prompt: bytes, usage: Usage) -> bytes:

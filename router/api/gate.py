@@ -32,6 +32,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no API key and are served for any host, as load balancers probe by address."""
 
+_ID_HEADERS = (b"x-request-id", b"request-id")
+"""The headers of a response from which OpenAI's and Anthropic's clients read the request's id."""
+
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 """With a generating call: the time from its arrival for which a first token is of use to the client."""
 
@@ -109,7 +112,8 @@ class Gate:
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
                 limits = self._limits.headers(tenant, loop.time()) if generates else ()
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
+                ids = [(name, request_id) for name in _ID_HEADERS]
+                message["headers"] = [*message["headers"], *ids, *limits]
             await send(message)
 
         response: Response | None = None

@@ -21,8 +21,8 @@ Python allows 1,000 nested calls."""
 MAX_COMPLAINTS = 1_000
 """A request with more errors than this is refused without naming the first one."""
 
-_FORM = re.compile("<[a-z_ ]+>")
-"""The form of a value, which pydantic puts into the paths of its errors."""
+_FORM = re.compile(r"<[a-z_ ]+>|\[key\]")
+"""What pydantic puts into the paths of its errors: the form of a value, and that an error is about a key."""
 
 _PARTS = ("content", "output", "summary")
 """Names of fields that have the parts of a message, or of a part."""
@@ -88,9 +88,9 @@ def validated(
     Raises:
         ApiError: A field is not valid.
     """
-    entries = kind.ENTRIES
-    if _num_parts(fields.get(entries)) > MAX_PARTS:
-        raise invalid(entries, f"'{entries}' must be at most {MAX_PARTS} messages and parts of their contents.")
+    for name in kind.ENTRIES:
+        if _num_parts(fields.get(name)) > MAX_PARTS:
+            raise invalid(name, f"'{name}' must be at most {MAX_PARTS} messages and parts of their contents.")
     if b"\\u0000" in body and (path := _find_nul(fields)) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     if b"null" in body:

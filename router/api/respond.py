@@ -266,6 +266,8 @@ class CompletionResponse(Response):
     async def _closing(self) -> bytes:
         if self.error is not None:
             return self._format.failure(self.error)
+        if self._running:  # the client is gone, and whatever it still reads is not all of the output
+            return b""
         closing = self._format.closing(self._usage())
         if not self.gone:
             await self._format.written()

@@ -50,6 +50,7 @@ _HARMLESS = frozenset(
         "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -176,8 +177,10 @@ class GenerateRequest(Body):
     guided_grammar: str | None = Field(
         None, description="Extension, as in vLLM: grammar of the output, in the notation of Lark or GBNF."
     )
-    priority: int = Field(
-        0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension, as in vLLM: lower values are scheduled first."
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        None,
+        description="Extension, as in vLLM: lower values are scheduled first. The default is 0, or the lowest that the "
+        "API key allows, if that is more.",
     )
 
     @property

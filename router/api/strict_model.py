@@ -55,7 +55,7 @@ class Body(StrictModel):
         HARMLESS: Names of fields that are accepted and ignored: they can't change the result.
         PASSING: Fields that are refused, with the values that have no effect and are accepted.
         VERBATIM: Names of fields, at any depth, with JSON in which a null has a meaning. Others are left out.
-        ENTRIES: Name of the field with the messages, whose number is limited together with that of their parts.
+        ENTRIES: Names of the fields with messages or parts of one, whose number is limited together with their parts.
     """
 
     model_config = ConfigDict(json_schema_extra=_allow_ignored)
@@ -63,7 +63,7 @@ class Body(StrictModel):
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
     PASSING: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     VERBATIM: ClassVar[frozenset[str]] = frozenset()
-    ENTRIES: ClassVar[str] = "messages"
+    ENTRIES: ClassVar[tuple[str, ...]] = ("messages",)
 
 
 @dataclass(frozen=True, slots=True)

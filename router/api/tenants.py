@@ -69,11 +69,17 @@ class Tenant:
         if not self.admin:
             raise _forbidden("This API key may not see the cluster's state.", "admin_only")
 
-    def check_priority(self, priority: int) -> None:
-        """Raises ApiError (403) if the tenant's requests may not have this priority."""
+    def priority(self, asked: int | None) -> int:
+        """Returns the priority of a request; if it asks for none, 0 or the nearest that is allowed.
+
+        Raises:
+            ApiError: It asks for one that is not allowed (403).
+        """
+        priority = max(0, self.min_priority) if asked is None else asked
         if priority < self.min_priority:
             message = f"'priority' is {priority}, and this API key allows no less than {self.min_priority}."
             raise _forbidden(message, "priority_not_allowed", "priority")
+        return priority
 
 
 class KeyEntry(BaseModel):

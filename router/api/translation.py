@@ -4,7 +4,7 @@ A dialect is a folder with a request (`request.py`), what becomes of it (`to_cha
 (`format.py`). Everything between is the chat's own: nothing is served, parsed or constrained in a second way.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +88,19 @@ class Messages:
     def _add(self, path: str, message: dict[str, Any]) -> None:
         self.names[f"messages[{len(self.messages)}]"] = path
         self.messages.append(message)
+
+
+def chat_content(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """Returns the content of a message with these texts: several are parts of their own."""
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> dict[str, Any]:
+    """Returns a tool of a chat."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tests.e2e.test_forced_calls import with_markers
 pytestmark = pytest.mark.e2e
 
 LONG = "tell " * 150
+MOST = 200
 
 
 class Trip(BaseModel):
@@ -95,12 +96,13 @@ def test_a_conversation_goes_on_from_a_stored_response(client: openai.OpenAI) ->
 def test_typed_answers_are_valid_in_every_api(
     cluster: Cluster, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
-    parsed = client.responses.parse(model=tiny.NAME, input="tell", text_format=Trip)
-    assert isinstance(parsed.output_parsed, Trip)
-    with client.responses.stream(model=tiny.NAME, input="tell", text_format=Trip) as stream:
+    """The limits are for outputs that reason first: without one, that takes all of the context."""
+    asked: dict[str, Any] = {"model": tiny.NAME, "input": "tell", "max_output_tokens": MOST}
+    assert isinstance(client.responses.parse(**asked, text_format=Trip).output_parsed, Trip)
+    with client.responses.stream(**asked, text_format=Trip) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Trip)
     message = claude.messages.parse(
-        model=tiny.NAME, max_tokens=500, messages=[{"role": "user", "content": "tell"}], output_format=Ticket
+        model=tiny.NAME, max_tokens=MOST, messages=[{"role": "user", "content": "tell"}], output_format=Ticket
     )
     assert isinstance(message.parsed_output, Ticket)
     for responses_api in (False, True):
@@ -108,6 +110,7 @@ def test_typed_answers_are_valid_in_every_api(
             model=tiny.NAME,
             base_url=f"{cluster.url}/v1",
             api_key=SecretStr("none"),
+            max_completion_tokens=MOST,
             use_responses_api=responses_api,
         )
         assert isinstance(model.with_structured_output(Trip, method="json_schema").invoke("tell"), Trip)
@@ -122,13 +125,14 @@ def test_forced_calls_are_valid_in_every_api(client: openai.OpenAI, claude: anth
         input="tell",
         tools=[{"type": "function", "name": "Trip", "parameters": schema, "strict": True}],
         tool_choice={"type": "function", "name": "Trip"},
+        max_output_tokens=MOST,
     )
     (call,) = response.output
     assert call.type == "function_call"
     assert Trip.model_validate_json(call.arguments)
     with claude.messages.stream(
         model=tiny.NAME,
-        max_tokens=500,
+        max_tokens=MOST,
         messages=[{"role": "user", "content": "tell"}],
         tools=[{"name": "Trip", "input_schema": schema}],
         tool_choice={"type": "tool", "name": "Trip"},

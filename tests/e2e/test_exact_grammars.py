@@ -56,20 +56,20 @@ def local_url(cluster: Cluster) -> str:
     return cluster.add_router(long_prefill_tokens=4096)
 
 
-async def one_by_one(url: str) -> list[Answer]:
+async def one_by_one(url: str, count: int) -> list[Answer]:
     async with client(url) as http:
-        return [await complete(http, prompt, **asked(seed)) for seed, prompt in enumerate(PROMPTS)]
+        return [await complete(http, prompt, **asked(seed)) for seed, prompt in enumerate(PROMPTS[:count])]
 
 
 async def test_documents_are_the_same_alone_in_a_batch_and_on_both_routes(cluster: Cluster, local_url: str) -> None:
-    remote = await one_by_one(cluster.url)
+    remote = await one_by_one(cluster.url, len(PROMPTS))
     assert {answer.route for answer in remote} == {"local", "remote"}
     for answer in remote:
         assert answer.finish == "stop"
         importlib.import_module("jsonschema").validate(json.loads(answer.text), SCHEMA)
-    local = await one_by_one(local_url)
+    local = await one_by_one(local_url, 4)
     assert {answer.route for answer in local} == {"local"}
-    assert [answer.token_ids for answer in local] == [answer.token_ids for answer in remote]
+    assert [answer.token_ids for answer in local] == [answer.token_ids for answer in remote[:4]]
     for url in (local_url, cluster.url):
         async with client(url) as http:
             batch = [complete(http, prompt, stream=True, **asked(seed)) for seed, prompt in enumerate(PROMPTS)]
@@ -77,8 +77,7 @@ async def test_documents_are_the_same_alone_in_a_batch_and_on_both_routes(cluste
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in remote]
 
 
-@pytest.mark.parametrize("events", [1, 6, 40])
-@pytest.mark.parametrize("logprobs", [None, 1], ids=["runs", "one token at a time"])
+@pytest.mark.parametrize(("events", "logprobs"), [(1, 1), (6, None), (40, None), (40, 1)])
 async def test_a_document_goes_on_with_the_same_tokens_when_its_worker_dies(
     cluster: Cluster, events: int, logprobs: int | None
 ) -> None:

@@ -70,7 +70,7 @@ def ask(client: openai.OpenAI, seed: int, length: int = 3, **fields: Any) -> Any
         "model": tiny.NAME,
         "messages": [{"role": "user", "content": "tell " * length}],
         "seed": seed,
-        "max_tokens": 1000,
+        "max_tokens": 300,
     }
     whole = client.chat.completions.create(**body, **fields).choices[0]
     extra = fields.pop("extra_body", {}) | fields

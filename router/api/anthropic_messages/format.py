@@ -47,8 +47,8 @@ class MessagesFormat(EventFormat):
         self, request: ChatRequest, vocabulary: Vocabulary, fingerprint: bytes, parsing: Parsing | None
     ) -> None:
         super().__init__(parsing)
-        self._block: ContentBlock | None = None  # which has begun and not ended
-        self._pieces: list[str] = []  # of its text or input
+        self._block: ContentBlock | None = None  # the block that has begun and not ended
+        self._pieces: list[str] = []  # of that block's text or input
         self._json = StrictJson()
         self._message: MessageDocument = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -80,7 +80,7 @@ class MessagesFormat(EventFormat):
                 return self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case CallArguments(_, text):
                 strict = self._json.push(text)
-                return self._more(strict, {"type": "input_json_delta", "partial_json": strict})
+                return self._more(strict, {"type": "input_json_delta", "partial_json": strict}) if strict else b""
 
     def end(self, choice: Choice) -> bytes:
         message = self._message
@@ -148,7 +148,7 @@ class MessagesFormat(EventFormat):
 
     @property
     def _index(self) -> int:
-        """Of the last block."""
+        """The index of the last block."""
         return len(self._message["content"]) - 1
 
     def _counted(self, usage: Usage) -> MessageUsage:

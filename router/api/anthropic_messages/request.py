@@ -94,7 +94,7 @@ class CustomTool(StrictModel):
     """A tool that the client runs."""
 
     type: Literal["custom"] = Field("custom", description="Kind of the tool.")
-    name: ToolName = Field(description="Name: up to 64 letters, digits, `_` and `-`.")
+    name: ToolName = Field(description="Name: up to 128 letters, digits, `_` and `-`.")
     description: str | None = Field(None, description="What it does, for the model.")
     input_schema: dict[str, Any] = Field(description="JSON schema of its arguments, of type object.")
     strict: bool | None = Field(
@@ -161,6 +161,7 @@ class CountTokensRequest(Body):
         "speed": ("standard",),
     }
     VERBATIM: ClassVar[frozenset[str]] = frozenset({"input", "input_schema", "schema"})
+    ENTRIES: ClassVar[tuple[str, ...]] = ("messages", "system")
 
     model: str = Field(description="Name of the model.")
     messages: list[MessageParam] = Field(min_length=1, fail_fast=True, description="The conversation so far.")

@@ -8,7 +8,6 @@ import orjson
 from router.api.anthropic_messages.request import (
     AnyBlock,
     CountTokensRequest,
-    CustomTool,
     MessageParam,
     MessagesRequest,
     TextBlock,
@@ -17,7 +16,7 @@ from router.api.anthropic_messages.request import (
     ToolUseBlock,
 )
 from router.api.schemas import chat_request
-from router.api.translation import Messages, Translation, named
+from router.api.translation import Messages, Translation, chat_content, function_tool, named
 from router.errors import ApiError, invalid
 
 _NAMES: Mapping[str, str] = {
@@ -116,11 +115,7 @@ def _wrong_role(path: str, kind: str, role: str) -> ApiError:
 
 def _text(text: str | Sequence[TextBlock]) -> str | list[dict[str, str]]:
     """Returns the content of a message of the chat."""
-    if isinstance(text, str):
-        return text
-    if len(text) > 1:
-        return [{"type": "text", "text": block.text} for block in text]
-    return "".join(block.text for block in text)
+    return text if isinstance(text, str) else chat_content([block.text for block in text])
 
 
 def _result(block: ToolResultBlock) -> str | list[dict[str, str]]:
@@ -134,7 +129,7 @@ def _fields(request: CountTokensRequest) -> dict[str, Any]:
     """Returns the fields of the chat that the prompt depends on, but for its messages."""
     fields: dict[str, Any] = {
         "model": request.model,
-        "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
+        "tools": [function_tool(one.name, one.description, one.input_schema, one.strict) for one in request.tools],
     }
     choice, config = request.tool_choice, request.output_config
     if choice is not None:
@@ -169,12 +164,3 @@ def _generation(request: MessagesRequest) -> dict[str, Any]:
     if request.thinking is not None:
         sampling["thinking_token_budget"] = request.thinking.budget_tokens
     return fields | {name: value for name, value in sampling.items() if value is not None}
-
-
-def _function(tool: CustomTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return function

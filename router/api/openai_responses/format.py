@@ -77,8 +77,8 @@ class ResponsesFormat(EventFormat):
         self._keep = keep
         self._document = _begun(request, asked, is_stored=keep is not None)
         self._num_events = 0
-        self._item: OutputItem | None = None  # which has begun and not ended
-        self._pieces: list[str] = []  # of its text
+        self._item: OutputItem | None = None  # the item that has begun and not ended
+        self._pieces: list[str] = []  # of that item's text
 
     def first(self, index: int, prompt: bytes, usage: Usage) -> bytes:
         return self._response_event("response.created") + self._response_event("response.in_progress")
@@ -129,9 +129,11 @@ class ResponsesFormat(EventFormat):
         return self._response_event("response.incomplete" if is_cut else "response.completed")
 
     def failure(self, error: ApiError) -> bytes:
+        # a stream that waited for a model to wake may have no events yet, and clients expect this one first
+        created = b"" if self._num_events else self._response_event("response.created")
         self._document["status"] = "failed"
         self._document["error"] = {"code": "server_error", "message": error.message}
-        return self._response_event("response.failed")
+        return created + self._response_event("response.failed")
 
     def document(self, usage: Usage) -> ResponseDocument:
         self._document["usage"] = _usage(usage, self.reasoning_tokens)

@@ -1,4 +1,7 @@
-"""The items of a conversation in the Responses API, as clients send them."""
+"""The items of a conversation in the Responses API, as clients send them.
+
+What is ignored is not stored with a response either.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -9,8 +12,9 @@ from router.api.strict_model import OTHER, Refused, StrictModel, by_type
 
 _IGNORED = "Accepted and ignored: clients take it over from a response."
 
-Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description=_IGNORED)]
-ItemId = Annotated[str | None, Field(description=_IGNORED)]
+Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description=_IGNORED, exclude=True)]
+ItemId = Annotated[str | None, Field(description=_IGNORED, exclude=True)]
+Ignored = Annotated[list[Any], Field(description=_IGNORED, exclude=True)]
 
 
 class InputTextPart(StrictModel):
@@ -19,7 +23,7 @@ class InputTextPart(StrictModel):
     type: Literal["input_text"] = Field(description="Kind of the part.")
     text: str = Field(description="The text.")
     prompt_cache_breakpoint: dict[str, Any] | None = Field(
-        None, description="Accepted and ignored: prompts are always cached."
+        None, description="Accepted and ignored: prompts are always cached.", exclude=True
     )
 
 
@@ -28,8 +32,8 @@ class OutputTextPart(StrictModel):
 
     type: Literal["output_text"] = Field(description="Kind of the part.")
     text: str = Field(description="The text.")
-    annotations: list[Any] = Field(default_factory=list, description=_IGNORED)
-    logprobs: list[Any] = Field(default_factory=list, description=_IGNORED)
+    annotations: Ignored = Field(default_factory=list)
+    logprobs: Ignored = Field(default_factory=list)
 
 
 class RefusalPart(StrictModel):
@@ -62,7 +66,7 @@ class MessageItem(StrictModel):
     content: Text = Field(description="Text, or a list of parts.")
     id: ItemId = None
     status: Status = None
-    phase: str | None = Field(None, description=_IGNORED)
+    phase: str | None = Field(None, description=_IGNORED, exclude=True)
 
 
 class FunctionCallItem(StrictModel):
@@ -120,13 +124,3 @@ Item = Annotated[
 ]
 
 AnyItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
-
-
-def chat_content(text: str | list[InputTextPart | OutputTextPart | RefusalPart]) -> str | list[dict[str, str]]:
-    """Returns the content of a message of the chat."""
-    if isinstance(text, str):
-        return text
-    parts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in text]
-    if len(parts) > 1:
-        return [{"type": "text", "text": part} for part in parts]
-    return "".join(parts)

@@ -10,15 +10,20 @@ from router.api.openai_responses.items import AnyItem, Item, MessageItem
 from router.api.schemas import Count, Effort, Probability, Temperature
 from router.api.strict_model import OTHER, Body, Refused, StrictModel, by_type
 
-MAX_METADATA = 16
-"""OpenAI's limit on the entries of `metadata`, which come back with the response."""
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+"""OpenAI's limits on the entries of `metadata` and on their characters. They come back with the response."""
+
+
+def _any_names(schema: dict[str, Any]) -> None:
+    """Allows any names in the JSON schema of a mapping: those of nulls, which are dropped, have no limit."""
+    del schema["propertyNames"]
 
 
 class FunctionTool(StrictModel):
     """A function that the model may call."""
 
     type: Literal["function"] = Field(description="Kind of the tool.")
-    name: ToolName = Field(description="Name: up to 64 letters, digits, `_` and `-`.")
+    name: ToolName = Field(description="Name: up to 128 letters, digits, `_` and `-`.")
     description: str | None = Field(None, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, of type object.")
     strict: bool | None = Field(
@@ -114,6 +119,7 @@ class ResponsesRequest(Body):
         {
             "max_tool_calls",  # of built-in tools
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
@@ -130,7 +136,7 @@ class ResponsesRequest(Body):
         "truncation": ("disabled",),
     }
     VERBATIM: ClassVar[frozenset[str]] = frozenset({"parameters", "schema"})
-    ENTRIES: ClassVar[str] = "input"
+    ENTRIES: ClassVar[tuple[str, ...]] = ("input",)
 
     model: str = Field(description="Name of the model.")
     input: Annotated[
@@ -166,8 +172,14 @@ class ResponsesRequest(Body):
         default_factory=list,
         description="Accepted and ignored: reasoning is returned as it is, and may be sent back so.",
     )
-    metadata: dict[str, str] = Field(
-        default_factory=dict, max_length=MAX_METADATA, description="Comes back with the response."
+    metadata: dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY)], Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
+    ] = Field(
+        default_factory=dict,
+        max_length=MAX_METADATA,
+        description=f"Comes back with the response. Up to {MAX_METADATA} entries, with keys of {MAX_METADATA_KEY} and "
+        f"values of {MAX_METADATA_VALUE} characters.",
+        json_schema_extra=_any_names,
     )
 
     @property

@@ -9,11 +9,12 @@ from router.api.openai_responses.items import (
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
-    chat_content,
+    RefusalPart,
+    Text,
 )
-from router.api.openai_responses.request import ChosenFunctionTool, FunctionTool, ResponsesRequest, SchemaFormat
+from router.api.openai_responses.request import ChosenFunctionTool, ResponsesRequest, SchemaFormat
 from router.api.schemas import chat_request
-from router.api.translation import Messages, Translation, named
+from router.api.translation import Messages, Translation, chat_content, function_tool, named
 
 _NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -51,16 +52,23 @@ def to_chat(request: ResponsesRequest, earlier: Sequence[AnyItem], defaults: Map
 def _add(messages: Messages, path: str, item: AnyItem) -> None:
     match item:
         case MessageItem(role="assistant"):
-            messages.add_answer(path, chat_content(item.content))
+            messages.add_answer(path, _content(item.content))
         case MessageItem():
-            messages.add(path, item.role, chat_content(item.content))
+            messages.add(path, item.role, _content(item.content))
         case ReasoningItem():
             texts = [part.text for part in item.content] or [part.text for part in item.summary]
             messages.add_reasoning(path, "\n".join(texts))
         case FunctionCallItem():
             messages.add_call(path, item.call_id, item.name, item.arguments, "arguments")
         case FunctionCallOutputItem():
-            messages.add_result(path, item.call_id, "call_id", chat_content(item.output))
+            messages.add_result(path, item.call_id, "call_id", _content(item.output))
+
+
+def _content(text: Text) -> str | list[dict[str, str]]:
+    """Returns the content of a message of the chat."""
+    if isinstance(text, str):
+        return text
+    return chat_content([part.refusal if isinstance(part, RefusalPart) else part.text for part in text])
 
 
 def _fields(request: ResponsesRequest) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def _fields(request: ResponsesRequest) -> dict[str, Any]:
         "model": request.model,
         "stream": request.stream,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
+        "tools": [function_tool(one.name, one.description, one.parameters, one.strict) for one in request.tools],
     }
     choice, form = request.tool_choice, request.text.format if request.text is not None else None
     if isinstance(choice, ChosenFunctionTool):
@@ -89,13 +97,3 @@ def _fields(request: ResponsesRequest) -> dict[str, Any]:
     if request.top_p is not None:
         fields["top_p"] = request.top_p
     return fields
-
-
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {name: value for name, value in function.items() if value is not None}

@@ -180,6 +180,17 @@ async def test_a_client_that_hangs_up_ends_the_response(tokenizer: Tokenizer, st
     assert exchange.client.hang_up is None
 
 
+async def test_a_stream_that_its_client_broke_off_has_no_end(tokenizer: Tokenizer) -> None:
+    exchange = Exchange(tokenizer, stream=True)
+    exchange.response.started(RequestRoute("d", "", 0, 0.0))
+    exchange.output(tokenizer.encode("the").ids)
+    await exchange.wrote(3)
+    assert exchange.client.hang_up is not None
+    exchange.client.hang_up()
+    await exchange.running
+    assert not any(b"[DONE]" in message.get("body", b"") for message in exchange.sent)
+
+
 async def test_without_a_stream_the_response_waits_for_the_end(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=False)
     exchange.response.started(RequestRoute("d", "p", 2, 0.0))

@@ -63,6 +63,11 @@ class TestKeyFile:
         assert (one.may_use(frozenset({"b", "alias"})), one.may_use(frozenset({"c"}))) == (True, False)
         assert everything.may_use(frozenset({"c"}))
 
+    def test_a_request_without_a_priority_has_the_nearest_that_is_allowed(self) -> None:
+        for least, usual in ((-100, 0), (0, 0), (7, 7)):
+            tenant = Tenant(min_priority=least)
+            assert (tenant.priority(None), tenant.priority(9)) == (usual, 9)
+
     def test_a_key_for_an_unknown_model_is_refused_with_those_that_there_are(self, tmp_path: Path) -> None:
         (tmp_path / "keys.yaml").write_text("[{key: one, models: [a, x]}]")
         assert read_keys(tmp_path / "keys.yaml", ["a", "x"])

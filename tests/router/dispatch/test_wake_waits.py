@@ -249,6 +249,17 @@ class TestStreams:
         assert "wake_failed" in events[0]
         assert "its checkpoint has vanished" in events[0]
 
+    async def test_a_response_that_fails_then_has_begun_for_the_official_client(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        script = Sleeper(_refuses(pb.Refusal.KIND_FAILED, message="its checkpoint has vanished"))
+        router = await start_router(await start_worker(script, residency=SLEEPS))
+        async with router.client.responses.stream(model=MODEL, input="Hello?") as stream:
+            script.awake.set()
+            events: list[Any] = [event async for event in stream]
+        assert [event.type for event in events] == ["response.created", "response.failed"]
+        assert [event.response.status for event in events] == ["in_progress", "failed"]
+
     async def test_a_client_that_hangs_up_meanwhile_frees_its_request(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:

@@ -223,6 +223,8 @@ class TestKeyFile:
                 if status == 403:
                     error = response.json()["error"]
                     assert (error["code"], error["param"]) == ("priority_not_allowed", "priority")
+        anything = await routers[0].http.post("/v1/completions", json=TEXT, headers={"authorization": "Bearer patient"})
+        assert anything.status_code == 200
 
     async def test_a_tenant_finds_its_request_at_another_router(self, routers: tuple[Router, Router]) -> None:
         user, other = {"authorization": "Bearer user"}, {"authorization": "Bearer patient"}

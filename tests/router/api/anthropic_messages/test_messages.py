@@ -104,6 +104,16 @@ async def test_thinking_and_calls_are_blocks(start: Start, connect: Connect) -> 
         assert 5 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
 
 
+async def test_the_client_knows_the_id_of_its_request(start: Start, connect: Connect) -> None:
+    router = await start("hermes-tools", "Yes.")
+    client = await connect(router)
+    message = await client.messages.create(model=MODEL, max_tokens=9, messages=QUESTION)
+    assert (await router.http.get(f"/requests/{message._request_id}")).status_code == 200
+    with pytest.raises(anthropic.BadRequestError) as refusal:
+        await client.messages.create(model=MODEL, max_tokens=9, messages=[])
+    assert refusal.value.request_id
+
+
 async def test_a_streams_events_come_in_order(start: Start, connect: Connect) -> None:
     client = await connect(await start("hermes-tools", f"{THINKING}Yes.\n{CALL}"))
     events = await _events(client, tools=TOOLS)
@@ -145,6 +155,14 @@ async def test_line_breaks_in_an_input_break_no_client(start: Start, connect: Co
     client = await connect(await start("hermes-tools", call))
     for message in await _both(client, tools=TOOLS):
         assert _content(message) == [("tool_use", {"a": "x\ny"})]
+
+
+@pytest.mark.parametrize("scalar", ["True", "nope", "01", "+1"])
+async def test_an_input_that_is_no_json_breaks_no_client(start: Start, connect: Connect, scalar: str) -> None:
+    call = f'<tool_call>\n{{"name": "now", "arguments": {{"a": 1, "b": {scalar}}}}}\n</tool_call>'
+    client = await connect(await start("hermes-tools", call))
+    for message in await _both(client, tools=TOOLS):
+        assert _content(message)[0] == ("tool_use", {"a": 1})
 
 
 async def test_the_stop_sequence_is_named(start: Start, connect: Connect) -> None:

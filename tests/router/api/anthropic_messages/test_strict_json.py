@@ -4,6 +4,7 @@ import itertools
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,11 @@ def _written(text: str, cuts: list[int]) -> str:
     return "".join(strict.push(text[start:end]) for start, end in itertools.pairwise(edges))
 
 
-@given(value=JSON, cuts=st.lists(st.integers(0, 60), max_size=5), indent=st.none() | st.just(1))
+@given(
+    value=st.dictionaries(st.text(), JSON, max_size=3),
+    cuts=st.lists(st.integers(0, 60), max_size=5),
+    indent=st.none() | st.just(1),
+)
 def test_valid_json_stays_as_it_is(value: Any, cuts: list[int], indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     assert _written(text, cuts) == text
@@ -33,3 +38,11 @@ def test_line_breaks_in_strings_are_escaped(cuts: list[int]) -> None:
     written = _written(WITH_LINE_BREAKS, cuts)
     assert json.loads(written) == {'a"': "x\ny\\", "b": "\t\n\r"}
     assert json.loads(written) == json.loads(WITH_LINE_BREAKS, strict=False)
+
+
+@pytest.mark.parametrize("scalar", ["True", "None", "-1.5e+3", "01", ".5"])
+def test_a_number_or_word_waits_for_what_follows(scalar: str) -> None:
+    strict = StrictJson()
+    written = "".join(map(strict.push, '{"a": "True", "b": ' + scalar))
+    assert written == '{"a": "True", "b": '
+    assert strict.push("}") == scalar + "}"

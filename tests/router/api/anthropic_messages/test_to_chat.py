@@ -7,7 +7,7 @@ import pytest
 
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
 from router.api.anthropic_messages.to_chat import to_chat
-from router.api.parse import parse_body
+from router.api.parse import MAX_PARTS, parse_body
 from router.api.schemas import ChatRequest
 from router.errors import ApiError
 
@@ -38,6 +38,12 @@ def test_the_system_message_comes_first() -> None:
     assert _messages(HI, system="Be brief.") == [{"role": "system", "content": "Be brief."}, HI]
     blocks = [_text("Be brief.", cache_control={"type": "ephemeral"}), _text("Be kind.")]
     assert _messages(HI, system=blocks)[0]["content"] == [_text("Be brief."), _text("Be kind.")]
+
+
+def test_blocks_of_the_system_message_are_limited_as_others_are() -> None:
+    with pytest.raises(ApiError) as refusal:
+        _chat(system=[_text("x")] * (MAX_PARTS + 1))
+    assert refusal.value.param == "system"
 
 
 def test_blocks_of_a_turn_become_messages_of_a_chat() -> None:

@@ -113,12 +113,21 @@ def test_what_is_left_out_has_the_models_defaults() -> None:
     assert (chat.temperature, chat.top_k, chat.output_limit, chat.tool_choice) == (0.6, 20, None, None)
 
 
+def test_what_is_ignored_is_not_kept_with_a_response() -> None:
+    part: dict[str, Any] = {"type": "output_text", "text": "x", "annotations": [{"a": 1}], "logprobs": [2]}
+    item: dict[str, Any] = {"type": "message", "role": "assistant", "content": [part]}
+    body = {"model": "m", "input": [item | {"id": "msg_1", "status": "completed", "phase": "final_answer"}]}
+    (kept,) = parse_body(orjson.dumps(body), ResponsesRequest).items
+    assert kept.model_dump(exclude_unset=True) == item | {"content": [{"type": "output_text", "text": "x"}]}
+
+
 def test_fields_that_can_not_change_the_result_are_accepted() -> None:
     harmless = {
         "service_tier": "auto",
         "user": "u",
         "metadata": {"a": "b"},
         "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "explicit"},
         "truncation": "disabled",
         "background": False,
         "top_logprobs": 0,
@@ -165,10 +174,12 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         ({"input": [CALL, CALL | {"call_id": "c2", "arguments": "[]"}]}, "input[1].arguments", "invalid_value"),
         ({"input": [CALL | {"encrypted_content": "x"}]}, "input[0].encrypted_content", "unknown_parameter"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a", "invalid_value"),
+        ({"metadata": {"k" * 65: "x"}}, f"metadata.{'k' * 65}", "invalid_value"),
         ({"messages": []}, "messages", "unknown_parameter"),
         ({"model": None}, "model", "missing_required_parameter"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_errors_name_the_clients_field(fields: dict[str, Any], param: str, code: str) -> None:
     found, found_code, message = _error(**fields)
