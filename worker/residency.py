@@ -6,7 +6,7 @@ device waits or changes its state, and at once when its own situation changes. A
 (`cpd/residency/turn.py`), and does what the record then says, if the turn could be written:
 
     ASLEEP ──the record says waking──▶ LOADING ──loaded──▶ AWAKE ──the record says sleeping──▶ FREEING ──▶ ASLEEP
-       ▲                                  │ failed
+       ▲                                  │ failed twice
        └──────────────────────────────────┘
 
 The first wake is the start of the worker (`take_turn`, `begin`). While Redis is away nobody sleeps or wakes, and those
@@ -52,6 +52,13 @@ LOOK_S = 1.0
 BUSY_LOOK_S = 0.1
 """The same while somebody waits, loads, drains or goes to sleep."""
 
+AGAIN_S = 1.0
+"""A wake that fails is tried once more after this time. Only then its requests fail, parked streams among them."""
+
+REST_S = 30.0
+"""After that, requests fail at once for this time: a model that can't be loaded must not displace others again and
+again. `cpd wake` ends it."""
+
 _LEAST_LOOK_S = 0.01
 _MOST_ATTEMPTS = 20
 _OVERDUE_S = 0.1
@@ -91,12 +98,14 @@ class Residency:
         self._redis_ahead_s: float | None = None  # of time.monotonic
         self._state: State | None = None
         self._asked = False  # to wake, by hand
-        self._given_up = False  # those that wait now were told to fail
+        self._given_up = ""  # why those that waited failed
+        self._rests_until_s = 0.0
         self._waiting = 0
         self._wakes, self._waited_s = 0, 0.0
         self._took_s: dict[str, float] = {}  # by part; see `Residency.took_s` in proto/cpd.proto
         self._since_s = 0.0  # of `_state`
         self._stages, self._stage_due = staging_bytes > 0, False
+        self._dropped_for: tuple[float, float] | None = None  # the intent during which staged weights were dropped
         self._away = False
         self._told_holders = ""
         self._look_now = asyncio.Event()
@@ -164,13 +173,14 @@ class Residency:
 
     def request_arrived(self) -> None:
         """A request has arrived, and may have to wait."""
-        self._given_up = False
+        if time.monotonic() >= self._rests_until_s:
+            self._given_up = ""
         if self._state is not State.SERVING and self._own.intent_s is None:
             self._look_now.set()
 
     def wake(self) -> None:
         """Wakes the model as a request would."""
-        self._asked, self._given_up = True, False
+        self._asked, self._given_up, self._rests_until_s = True, "", 0.0
         self._own = replace(self._own, sleep=False)
         self._look_now.set()
 
@@ -232,6 +242,8 @@ class Residency:
         """Takes a turn and acts on it; returns when to look again, in seconds."""
         for attempt in range(_MOST_ATTEMPTS):
             activity = self._activity()
+            if self._given_up and self._waiting:
+                self._fail(self._given_up)
             look = await self._ledger.look(self._own.entry.owner.key, activity)
             self._redis_ahead_s = look.now - time.monotonic()
             record, gone = self._without_gone(look)
@@ -277,8 +289,8 @@ class Residency:
         self._waiting = facts.waiting
         if facts.staged_bytes > self._staging_bytes:
             self._stages = False
-        if not facts.waiting:
-            self._given_up = False
+        if not facts.waiting and time.monotonic() >= self._rests_until_s:
+            self._given_up = ""
         deadlines = sorted(_bounded(one + ahead_s) for one in facts.deadlines if isfinite(one))
         return Activity(
             waiting=facts.waiting,
@@ -357,7 +369,7 @@ class Residency:
         self._told_holders = holders
 
     def _given_up_because(self, reason: str) -> None:
-        self._asked, self._given_up = False, True
+        self._asked, self._given_up = False, reason
         if self._own.starts:
             self._refuse(self._my_turn, reason)
             return
@@ -373,21 +385,29 @@ class Residency:
 
     async def _wake(self, resident: Resident) -> None:
         await self._staging_done()
-        began_s, staged = time.monotonic(), resident.facts(time.monotonic()).staged_bytes > 0
         try:
-            memory_bytes = await resident.wake()
+            try:
+                await self._try_to_wake(resident)
+            except CPDError as error:
+                log.warning("the wake failed, and is tried once more: %s", error)
+                await asyncio.sleep(AGAIN_S)
+                await self._try_to_wake(resident)
         except CPDError as error:
             self._own = replace(self._own, phase=Phase.ASLEEP)
+            self._rests_until_s = time.monotonic() + REST_S
             self._given_up_because(str(error))
-        else:
-            took_s = time.monotonic() - began_s
-            entry = replace(self._own.entry, memory_bytes=memory_bytes)
-            entry = replace(entry, staged_wake_s=took_s) if staged else replace(entry, wake_s=took_s)
-            self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True, drains=False)
-            self._wakes += 1
-            self._took_all(resident)
-            self._stage_due = True
         self._look_now.set()
+
+    async def _try_to_wake(self, resident: Resident) -> None:
+        began_s, staged = time.monotonic(), resident.facts(time.monotonic()).staged_bytes > 0
+        memory_bytes = await resident.wake()
+        took_s = time.monotonic() - began_s
+        entry = replace(self._own.entry, memory_bytes=memory_bytes)
+        entry = replace(entry, staged_wake_s=took_s) if staged else replace(entry, wake_s=took_s)
+        self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True, drains=False)
+        self._wakes += 1
+        self._took_all(resident)
+        self._stage_due = True
 
     def _free(self, resident: Resident) -> None:
         own = self._own
@@ -433,8 +453,11 @@ class Residency:
             ):
                 log.info("drops its staged weights: --staging-memory is used up")
                 resident.unstage()
+                self._dropped_for = self._own.intent_s
             return
-        due = (self._stage_due and state is State.SERVING) or (taken.stage and state is None)
+        # Dropped for others that wait, too, they are not staged again at once: that would drop theirs.
+        ahead = taken.stage and state is None and self._own.intent_s != self._dropped_for
+        due = (self._stage_due and state is State.SERVING) or ahead
         if due and self._stages:
             self._stage_due = False
             self._staging = self._start_task(self._stage_now(resident), "stage")

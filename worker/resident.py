@@ -76,7 +76,7 @@ class Resident(Protocol):
         checkpoint), `transport` and `pool`; of going to sleep `pause`, `transfers`, `park` and `release`."""
 
     async def wake(self) -> int:
-        """Loads and verifies the weights, and serves. Returns the bytes of memory that it has, when it has all.
+        """Loads and verifies the weights, and serves. Returns the bytes of memory that it takes, when it has all.
 
         Raises:
             CPDError: It failed. No memory is held, and it may be tried again.

@@ -37,7 +37,7 @@ class FakeResident:
 
     Attributes:
         log: What it was told, in order.
-        fails: The next wake raises this.
+        fails: The next wakes raise these.
         held: What it does not give back when it sleeps.
         gate: Wakes and sleeps wait for it.
     """
@@ -48,7 +48,7 @@ class FakeResident:
         self.waiting = self.running = self.staged = self.held = 0
         self.last_access = time.monotonic()
         self.log: list[str] = []
-        self.fails: Exception | None = None
+        self.fails: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -56,10 +56,9 @@ class FakeResident:
         self.log.append("wake")
         self.state = ModelState.WAKING
         await self.gate.wait()
-        if self.fails is not None:
+        if self.fails:
             self.state = ModelState.ASLEEP
-            failure, self.fails = self.fails, None
-            raise failure
+            raise self.fails.pop(0)
         self.memory.take(self.name, self.size)
         self.state = ModelState.SERVING
         self.running, self.waiting = self.running + self.waiting, 0
