@@ -5,9 +5,11 @@ them wait. It looks at the device's record (`cpd/residency/record.py`) each seco
 device waits or changes its state, and at once when its own situation changes. At each look it takes its turn
 (`cpd/residency/turn.py`), and does what the record then says, if the turn could be written:
 
-    ASLEEP ──the record says waking──▶ LOADING ──loaded──▶ AWAKE ──the record says sleeping──▶ FREEING ──▶ ASLEEP
-       ▲                                  │ failed twice
-       └──────────────────────────────────┘
+    the record says    this worker, if it is             goes on as
+    waking             asleep: loads the model           serving; or asleep, if that fails twice
+    draining           serving: takes no new requests    draining
+    serving            draining: takes requests again    serving
+    sleeping           serving or draining: frees it     asleep
 
 The first wake is the start of the worker (`take_turn`, `begin`). While Redis is away nobody sleeps or wakes, and those
 that drain take requests again. Whoever sees that a worker's process has ended removes what it had reserved.
@@ -17,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -39,10 +41,10 @@ from cpd.residency.record import (
     unwanted,
     without,
 )
-from cpd.residency.snapshot import ResidencyPolicy, State
-from cpd.residency.turn import Own, Phase, Turn, refusal, turn
+from cpd.residency.snapshot import ModelState, ResidencyPolicy
+from cpd.residency.turn import Own, Turn, refusal, turn
 from cpd.rpc import cpd_pb2 as pb
-from worker.resident import ModelState, Resident
+from worker.resident import Resident
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,14 @@ _LEAST_LOOK_S = 0.01
 _MOST_ATTEMPTS = 20
 _OVERDUE_S = 0.1
 """What a load report says if the promised time is over."""
+
+_TO_WIRE: Mapping[ModelState, pb.Residency.State.ValueType] = {
+    ModelState.ASLEEP: pb.Residency.STATE_ASLEEP,
+    ModelState.WAKING: pb.Residency.STATE_WAKING,
+    ModelState.SERVING: pb.Residency.STATE_SERVING,
+    ModelState.DRAINING: pb.Residency.STATE_DRAINING,
+    ModelState.SLEEPING: pb.Residency.STATE_DRAINING,
+}
 
 
 class Residency:
@@ -96,7 +106,7 @@ class Residency:
         self._resident: Resident | None = None
         self._loop = asyncio.get_running_loop()
         self._redis_ahead_s: float | None = None  # of time.monotonic
-        self._state: State | None = None
+        self._state = ModelState.ASLEEP  # in the record
         self._asked = False  # to wake, by hand
         self._given_up = ""  # why those that waited failed
         self._rests_until_s = 0.0
@@ -140,7 +150,7 @@ class Residency:
         """
         self._resident = resident
         entry = replace(self._own.entry, memory_bytes=memory_bytes, wake_s=time.monotonic() - self._loading_since_s)
-        self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True)
+        self._own = replace(self._own, state=ModelState.SERVING, entry=entry, measured=True)
         self._stage_due = True
         self._look_now.set()
         await self._begun
@@ -165,7 +175,7 @@ class Residency:
         own = self._own
         if look.record is None or (mine := look.record.of(own.entry.owner)) is None:
             return None
-        if own.phase is Phase.ASLEEP and not own.entry.held_bytes:
+        if own.state is ModelState.ASLEEP and not own.entry.held_bytes:
             return without(look.record, [own.entry.owner])
         return unwanted(look.record, mine.id)
 
@@ -175,7 +185,7 @@ class Residency:
         """A request has arrived, and may have to wait."""
         if time.monotonic() >= self._rests_until_s:
             self._given_up = ""
-        if self._state is not State.SERVING and self._own.intent_s is None:
+        if self._state is not ModelState.SERVING and self._own.intent_s is None:
             self._look_now.set()
 
     def wake(self) -> None:
@@ -199,7 +209,7 @@ class Residency:
         """Returns the part of a load report."""
         state = ModelState.WAKING if self._resident is None else self._resident.state
         report = pb.Residency(
-            state=state.to_wire(),
+            state=_TO_WIRE[state],
             pinned=bool(self._own.pin),
             wakes=self._wakes,
             waited_s=self._waited_s,
@@ -235,7 +245,7 @@ class Residency:
         if not self._away:
             log.warning("Redis does not answer, so no model sleeps or wakes: %s", error)
         self._away = True
-        if self._own.phase is Phase.AWAKE:
+        if self._own.state is ModelState.DRAINING:
             self._drain(False)
 
     async def _look(self) -> float:
@@ -311,7 +321,7 @@ class Residency:
         busy = (
             record.intents
             or record.settles_at_s > look.now
-            or any(one.state not in (None, State.SERVING) for one in record.entries)
+            or any(one.state not in (None, ModelState.SERVING) for one in record.entries)
         )
         return max(_LEAST_LOOK_S, min(BUSY_LOOK_S if busy else LOOK_S, taken.check_at_s - look.now))
 
@@ -320,33 +330,33 @@ class Residency:
     def _act(self, look: Look, taken: Turn, activity: Activity) -> None:
         entry, own, before = taken.entry, self._own, self.report()
         intent = taken.record.intent_of(entry.id)
-        if entry.state is State.SERVING and own.intent_s is not None:
+        if entry.state is ModelState.SERVING and own.intent_s is not None:
             self._waited_s += max(0.0, look.now - own.intent_s[0])
-        if entry.state is State.WAKING and self._state is None and own.intent_s is not None:
+        if entry.state is ModelState.WAKING and self._state is ModelState.ASLEEP and own.intent_s is not None:
             self._took("lock", entry.since_s - own.intent_s[0])
-        if entry.state is State.SLEEPING and self._state is State.DRAINING:
+        if entry.state is ModelState.SLEEPING and self._state is ModelState.DRAINING:
             self._took("drain", entry.since_s - self._since_s)
         self._state, self._since_s = entry.state, entry.since_s
         self._own = own = replace(
             own,
             intent_s=None if intent is None else (intent.since_s, intent.latest_s),
             pin=entry.id in taken.record.pins if own.pin is None else own.pin,
-            sleep=own.sleep and entry.state in (State.WAKING, State.SERVING),
+            sleep=own.sleep and entry.state in (ModelState.WAKING, ModelState.SERVING),
         )
-        if entry.state is State.SERVING:
+        if entry.state is ModelState.SERVING:
             self._asked = False
         if taken.failed:
             self._given_up_because(taken.failed)
-        if not self._my_turn.done() and entry.state is None:
+        if not self._my_turn.done() and entry.state is ModelState.ASLEEP:
             self._tell_who_holds(taken.record)
-        if entry.state is State.WAKING and own.phase is Phase.ASLEEP:
-            self._own = replace(self._own, phase=Phase.LOADING)
+        if entry.state is ModelState.WAKING and own.state is ModelState.ASLEEP:
+            self._own = replace(self._own, state=ModelState.WAKING)
             self._load()
-        elif entry.state is State.SLEEPING and own.phase is Phase.AWAKE and self._resident is not None:
+        elif entry.state is ModelState.SLEEPING and own.state.has_memory and self._resident is not None:
             self._free(self._resident)
-        elif own.phase is Phase.AWAKE:
-            self._drain(entry.state is State.DRAINING)
-        if own.starts and own.phase is Phase.AWAKE and entry.state is not State.WAKING:
+        elif own.state.has_memory:
+            self._drain(entry.state is ModelState.DRAINING)
+        if own.starts and own.state.has_memory and entry.state is not ModelState.WAKING:
             self._own = replace(self._own, starts=False)
             if not self._begun.done():
                 self._begun.set_result(None)
@@ -358,12 +368,13 @@ class Residency:
 
     def _drain(self, drains: bool) -> None:
         """Lets requests wait or run, if that changes."""
-        if self._resident is not None and drains != self._own.drains:
-            self._own = replace(self._own, drains=drains)
+        state = ModelState.DRAINING if drains else ModelState.SERVING
+        if self._resident is not None and state is not self._own.state:
+            self._own = replace(self._own, state=state)
             (self._resident.drain if drains else self._resident.undrain)()
 
     def _tell_who_holds(self, record: Record) -> None:
-        holders = ", ".join(sorted(one.id for one in record.entries if one.state is not None))
+        holders = ", ".join(sorted(one.id for one in record.entries if one.state is not ModelState.ASLEEP))
         if holders and holders != self._told_holders:
             log.info("waiting for its turn to load; on the device: %s", holders)
         self._told_holders = holders
@@ -393,7 +404,7 @@ class Residency:
                 await asyncio.sleep(AGAIN_S)
                 await self._try_to_wake(resident)
         except CPDError as error:
-            self._own = replace(self._own, phase=Phase.ASLEEP)
+            self._own = replace(self._own, state=ModelState.ASLEEP)
             self._rests_until_s = time.monotonic() + REST_S
             self._given_up_because(str(error))
         self._look_now.set()
@@ -404,7 +415,7 @@ class Residency:
         took_s = time.monotonic() - began_s
         entry = replace(self._own.entry, memory_bytes=memory_bytes)
         entry = replace(entry, staged_wake_s=took_s) if staged else replace(entry, wake_s=took_s)
-        self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True, drains=False)
+        self._own = replace(self._own, state=ModelState.SERVING, entry=entry, measured=True)
         self._wakes += 1
         self._took_all(resident)
         self._stage_due = True
@@ -415,7 +426,7 @@ class Residency:
             self._refuse(self._begun, never_fits(own.entry.id, own.entry.memory_bytes, own.total_bytes))
             return
         self._drain(True)
-        self._own = replace(self._own, phase=Phase.FREEING)
+        self._own = replace(self._own, state=ModelState.SLEEPING)
         self._working = self._start_task(self._sleep(resident), "sleep")
 
     async def _sleep(self, resident: Resident) -> None:
@@ -428,7 +439,7 @@ class Residency:
             return
         entry = self._own.entry
         entry = replace(entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s)
-        self._own = replace(self._own, phase=Phase.ASLEEP, entry=entry)
+        self._own = replace(self._own, state=ModelState.ASLEEP, entry=entry)
         self._took_all(resident)
         self._look_now.set()
 
@@ -448,7 +459,7 @@ class Residency:
             return
         state = taken.entry.state
         if activity.staged_bytes:
-            if state is not State.WAKING and drops_staged(
+            if state is not ModelState.WAKING and drops_staged(
                 taken.record, look.telling, taken.entry.id, self._staging_bytes, look.now
             ):
                 log.info("drops its staged weights: --staging-memory is used up")
@@ -456,8 +467,8 @@ class Residency:
                 self._dropped_for = self._own.intent_s
             return
         # Dropped for others that wait, too, they are not staged again at once: that would drop theirs.
-        ahead = taken.stage and state is None and self._own.intent_s != self._dropped_for
-        due = (self._stage_due and state is State.SERVING) or ahead
+        ahead = taken.stage and state is ModelState.ASLEEP and self._own.intent_s != self._dropped_for
+        due = (self._stage_due and state is ModelState.SERVING) or ahead
         if due and self._stages:
             self._stage_due = False
             self._staging = self._start_task(self._stage_now(resident), "stage")

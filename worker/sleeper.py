@@ -32,12 +32,13 @@ from typing import Protocol, TypeVar
 
 from cpd.common.errors import CPDError
 from cpd.common.lifecycle import Lifecycle
+from cpd.residency.snapshot import ModelState
 from engine.engine import Engine
 from engine.types import EngineStats
 from worker.async_engine import AsyncEngine
 from worker.context import EXIT_RESTART, ModelMemory
 from worker.pool_transport import PoolTransport
-from worker.resident import Facts, ModelState
+from worker.resident import Facts
 from worker.service import Outlook
 
 log = logging.getLogger(__name__)

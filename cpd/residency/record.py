@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from cpd.common.errors import CPDError
 from cpd.common.process_identity import ProcessIdentity
 from cpd.residency.bound import longest_wait_s
-from cpd.residency.snapshot import Device, Fairness, Intent, Model, Occupant, SleepSettings, State
+from cpd.residency.snapshot import Device, Fairness, Intent, Model, ModelState, Occupant, SleepSettings
 
 SILENT_S = 5.0
 """A worker that was not seen for this long is silent: its intent waits, and it is no victim. It keeps what it holds."""
@@ -90,7 +90,6 @@ class Entry:
         id: Its name, different from all others' in the record.
         memory_bytes: What it takes while it is awake: measured, or estimated before its first wake.
         held_bytes: What it was still holding when it last went to sleep, part of `memory_bytes`.
-        state: None while it is asleep.
         since_s: When the state began.
         needed_by: While it drains: the worker that needs the memory; empty if it was sent to sleep by hand.
         wake_s: Predicted time of a wake from disk.
@@ -105,7 +104,7 @@ class Entry:
     owner: Owner
     memory_bytes: Bytes
     held_bytes: Bytes = 0
-    state: State | None = None
+    state: ModelState = ModelState.ASLEEP
     since_s: Time = 0.0
     needed_by: str = ""
     wake_s: Time = 0.0
@@ -120,7 +119,7 @@ class Entry:
     @property
     def reserved_bytes(self) -> int:
         """Memory that nobody else may take."""
-        return self.held_bytes if self.state is None else self.memory_bytes
+        return self.held_bytes if self.state is ModelState.ASLEEP else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +279,7 @@ def snapshot(record: Record, telling: Telling, now: float) -> Device:
     occupants = []
     for one in record.entries:
         activity = told[one.id].activity
-        if one.state is not None:
+        if one.state is not ModelState.ASLEEP:
             occupants.append(
                 Occupant(
                     models[one.id],
@@ -298,10 +297,10 @@ def snapshot(record: Record, telling: Telling, now: float) -> Device:
     intents = []
     for waiting in record.intents:
         one, activity = record.get(waiting.worker), told[waiting.worker].activity
-        if one.state is State.WAKING or _is_silent(told[one.id], now):
+        if one.state is ModelState.WAKING or _is_silent(told[one.id], now):
             continue
         wake_s = one.staged_wake_s if activity.staged_bytes else one.wake_s
-        deadlines = () if one.state is State.DRAINING else activity.deadlines  # those are of running requests
+        deadlines = () if one.state is ModelState.DRAINING else activity.deadlines  # those are of running requests
         intents.append(Intent(models[one.id], waiting.since_s, waiting.latest_s, deadlines, wake_s))
     memory_bytes = record.total_bytes - sum(one.held_bytes for one in record.entries)
     return Device(memory_bytes, list(models.values()), occupants, intents)
@@ -345,7 +344,7 @@ def without(record: Record, owners: Collection[Owner]) -> Record:
     return replace(record, entries=left, intents=tuple(one for one in record.intents if one.worker in names))
 
 
-def entered(record: Record, worker: str, state: State | None, since_s: float, needed_by: str = "") -> Record:
+def entered(record: Record, worker: str, state: ModelState, since_s: float, needed_by: str = "") -> Record:
     """Moves a worker to a state."""
     entries = [
         replace(one, state=state, since_s=since_s, needed_by=needed_by) if one.id == worker else one
@@ -362,12 +361,12 @@ def fits(record: Record, entry: Entry, memory_bytes: int) -> bool:
 def woken(record: Record, worker: str, now: float) -> Record:
     """Gives a worker the wake lock; no change if it can't have it."""
     entry = record.find(worker)
-    locked = any(one.state is State.WAKING for one in record.entries)
-    if entry is None or entry.state is not None or locked or now < record.settles_at_s:
+    locked = any(one.state is ModelState.WAKING for one in record.entries)
+    if entry is None or entry.state is not ModelState.ASLEEP or locked or now < record.settles_at_s:
         return record
     if not fits(record, entry, entry.memory_bytes):
         return record
-    return entered(record, worker, State.WAKING, now)
+    return entered(record, worker, ModelState.WAKING, now)
 
 
 def drained(record: Record, worker: str, needed_by: str, now: float) -> Record:
@@ -377,14 +376,14 @@ def drained(record: Record, worker: str, needed_by: str, now: float) -> Record:
     two busy workers that each take the other one for the better victim would never agree.
     """
     entry = record.find(worker)
-    if entry is None or entry.state is not State.SERVING:
+    if entry is None or entry.state is not ModelState.SERVING:
         return record
-    return entered(record, worker, State.DRAINING, now, needed_by)
+    return entered(record, worker, ModelState.DRAINING, now, needed_by)
 
 
 def serves(record: Record, worker: str, since_s: float) -> Record:
     """A worker serves, and so has no intent any more. Its `min_runtime` is counted from `since_s`."""
-    return unwanted(entered(record, worker, State.SERVING, since_s), worker)
+    return unwanted(entered(record, worker, ModelState.SERVING, since_s), worker)
 
 
 def wanted(
@@ -448,6 +447,6 @@ def _free_to_drop(
     free = {
         one.id
         for one in record.entries
-        if one.state is not State.WAKING and not _is_silent(telling.get(one.owner.key, _NEVER), now)
+        if one.state is not ModelState.WAKING and not _is_silent(telling.get(one.owner.key, _NEVER), now)
     }
     return [one for one in staged if one[1] in free]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cpd.residency.snapshot import ModelState
 from cpd.rpc import cpd_pb2 as pb
 from tests.decode_worker import duo, pair
 from tests.decode_worker.duo import TARGET, TOKENS, let_go
@@ -15,7 +16,6 @@ from tests.engine.fakes import make_request, prompt
 from tests.waiting import DEADLINE_S, eventually
 from tests.worker.cluster import Running
 from worker.context import EXIT_RESTART
-from worker.resident import ModelState
 from worker.sleeper import ResidencyError, Sleeper
 
 SHARED: dict[str, Any] = {"device_memory": 1 << 30}

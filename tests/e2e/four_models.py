@@ -33,7 +33,7 @@ from transformers.utils import logging
 from cpd.common.trust import read_secret
 from cpd.residency.ledger import Ledger, Look
 from cpd.residency.record import Entry, Waiting
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.state import ClusterDir
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.e2e.oracle import MARGIN
@@ -119,11 +119,11 @@ class Watch:
         for entry in record.entries:
             results = self._results[entry.model]
             before = self._entries.get(entry.id)
-            if before is not None and before.state is State.SERVING and entry.since_s != before.since_s:
+            if before is not None and before.state is ModelState.SERVING and entry.since_s != before.since_s:
                 results.displaced += 1
                 results.early += entry.since_s - before.since_s < entry.min_runtime_s - ROUNDING_S
             intent = self._intents.get(entry.id)
-            if intent is not None and entry.state is State.SERVING:
+            if intent is not None and entry.state is ModelState.SERVING:
                 self._served(results, intent, entry)
             resumed = look.telling[entry.owner.key].activity.resumed if entry.owner.key in look.telling else 0
             results.parked += max(0, resumed - self._resumed.get(entry.id, 0))

@@ -22,9 +22,10 @@ from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import Ledger
 from cpd.residency.record import Entry, Owner
 from cpd.residency.rule import Rule
+from cpd.residency.snapshot import ModelState
 from cpd.residency.turn import Own
 from worker.residency import Residency
-from worker.resident import Facts, ModelState
+from worker.resident import Facts
 
 SECRET = ClusterSecret("the secret of the tests")
 STEP_S = 0.4

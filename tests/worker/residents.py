@@ -12,10 +12,11 @@ from cpd.residency.ledger import Ledger
 from cpd.residency.predicted import Predicted
 from cpd.residency.record import Entry, Owner
 from cpd.residency.rule import Rule
+from cpd.residency.snapshot import ModelState
 from cpd.residency.turn import Own
 from tests.waiting import DEADLINE_S, eventually
 from worker.residency import Residency
-from worker.resident import Facts, ModelState
+from worker.resident import Facts
 
 GIB = 1 << 30
 

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.process_identity import ProcessIdentity
 from cpd.residency.record import Owner, Record
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.cpd.residency.world import entry
 from tests.waiting import eventually
@@ -241,7 +241,7 @@ async def test_memory_that_a_dead_process_had_reserved_is_given_on(
     a = make(6)
     own = ProcessIdentity.own()
     gone = Owner.of(replace(own, started=own.started - 1))
-    dead = replace(entry(99, 8, state=State.WAKING), id="dead", owner=gone)
+    dead = replace(entry(99, 8, state=ModelState.WAKING), id="dead", owner=gone)
     await a.ledger.change(lambda look: Record(TOTAL, entries=(dead,)))
     with caplog.at_level(logging.INFO):
         await a.start()

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from cpd.residency.ledger import Ledger
 from cpd.residency.record import Record
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.waiting import DEADLINE_S
 from tests.worker.processes import ROOT
@@ -123,12 +123,16 @@ class Device:
 
     async def serves(self, name: str) -> Record:
         """Waits until a worker serves."""
-        return await self.until(lambda record: state_of(record, name) is State.SERVING)
+        return await self.until(lambda record: state_of(record, name) is ModelState.SERVING)
 
 
-def state_of(record: Record, name: str) -> State | None:
+def state_of(record: Record, name: str) -> ModelState | None:
     found = record.find(name)
     return None if found is None else found.state
+
+
+def is_awake(record: Record, name: str) -> bool:
+    return state_of(record, name) not in (None, ModelState.ASLEEP)
 
 
 @pytest.fixture
@@ -162,11 +166,11 @@ def noted(step: str) -> Iterator[None]:
 
 
 STEPS: dict[str, Condition] = {
-    "waits": lambda record: record.intent_of("waker") is not None and state_of(record, "victim") is State.SERVING,
-    "drains": lambda record: state_of(record, "victim") is State.DRAINING,
-    "sleeps": lambda record: state_of(record, "victim") is State.SLEEPING,
-    "wakes": lambda record: state_of(record, "waker") is State.WAKING,
-    "serves": lambda record: state_of(record, "waker") is State.SERVING,
+    "waits": lambda record: record.intent_of("waker") is not None and state_of(record, "victim") is ModelState.SERVING,
+    "drains": lambda record: state_of(record, "victim") is ModelState.DRAINING,
+    "sleeps": lambda record: state_of(record, "victim") is ModelState.SLEEPING,
+    "wakes": lambda record: state_of(record, "waker") is ModelState.WAKING,
+    "serves": lambda record: state_of(record, "waker") is ModelState.SERVING,
 }
 
 
@@ -196,11 +200,11 @@ async def test_a_stopped_worker_keeps_what_it_holds_and_goes_on_later_in_each_st
             with noted(step):
                 await d.until(reached)
                 d.workers[subject].signal(signal.SIGSTOP)
-                held = state_of(await d.record(), subject) is not None
+                held = is_awake(await d.record(), subject)
                 for _ in range(75):
                     d.check_memory()
                     record = await d.record()
-                    assert (state_of(record, subject) is not None) == held
+                    assert is_awake(record, subject) == held
                     assert record.reserved_bytes <= TOTAL
                     await asyncio.sleep(0.02)
                 d.workers[subject].signal(signal.SIGCONT)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from cpd.common.errors import CheckpointError, ConfigError
+from cpd.residency.snapshot import ModelState
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request
 from kvtransfer.local import LocalNetwork
@@ -19,7 +20,6 @@ from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Answer, Client
 from tests.worker.cluster import Running, running
 from tests.worker.fakes import MAX_MODEL_LEN, FakeModelMemory, Gate, fake_loader
-from worker.resident import ModelState
 from worker.sleeper import ResidencyError, Sleeper
 
 LONG = 300

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import KEEP_S, Ledger, Look
 from cpd.residency.record import Activity, Record, Waiting, joined, pinned, woken
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.cpd.residency.world import entry, owner
 
@@ -50,7 +50,9 @@ async def test_a_record_is_read_as_it_was_written(redis: Redis) -> None:
     assert (await one.look()).record is None
     await one.start(10)
     assert await record_of(one) == Record(10)
-    written = Record(10, entries=(entry(1, 4, state=State.SERVING),), intents=(Waiting("w1", 1.5, 2.5),), pins=("w1",))
+    written = Record(
+        10, entries=(entry(1, 4, state=ModelState.SERVING),), intents=(Waiting("w1", 1.5, 2.5),), pins=("w1",)
+    )
     assert await one.write(await one.look(), written)
     assert await record_of(ledger(redis)) == written
     assert (await ledger(redis, host="there").look()).record is None
@@ -86,7 +88,7 @@ async def test_of_two_wakers_on_one_version_one_wins(redis: Redis) -> None:
     )
     assert sorted(won) == [False, True]
     assert (a.conflicts, b.conflicts) in ((0, 1), (1, 0))
-    assert sum(one.state is State.WAKING for one in (await record_of(a)).entries) == 1
+    assert sum(one.state is ModelState.WAKING for one in (await record_of(a)).entries) == 1
 
 
 async def test_a_record_that_was_lost_has_another_version_so_no_old_decision_is_written(redis: Redis) -> None:
@@ -174,7 +176,7 @@ async def test_workers_left_over_from_before_get_time_to_write_themselves_back(r
     one = ledger(redis)
     await one.start(10)
     assert (await record_of(one)).settles_at_s == 0
-    await one.change(lambda look: joined(Record(10), entry(1, 4, state=State.SERVING)))
+    await one.change(lambda look: joined(Record(10), entry(1, 4, state=ModelState.SERVING)))
     await one.start(20)
     look = await one.look()
     assert look.record is not None
