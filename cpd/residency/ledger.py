@@ -8,7 +8,8 @@ It is a hash, `cpd:<cluster>:device:<host>`:
 A script writes the record only if its version is still the one that the change was computed from. The next version is
 the time of Redis's clock in µs, or one more than the last if that is higher. So a version never comes again, also if
 Redis was emptied in between. The signature (HMAC-SHA256 in hex, of cluster, host and JSON) shows that a process with
-the cluster's secret wrote it, as for leases. A record that can't be read, or has a wrong signature, counts as lost.
+the cluster's secret wrote it, as for leases. A record counts as lost if it can't be read, has a wrong signature, or is
+older than one that was read before: Redis came back with an earlier state.
 
 Looking at the record tells one's own activity in the same call. Each look keeps the hash for another KEEP_S, so a
 cluster that was killed leaves nothing behind.
@@ -213,6 +214,10 @@ class Ledger:
         version = number.decode() if space and number.isdigit() else ""
         if version and version == self._known[0]:
             return self._known
+        if version and self._known[0] and int(version) < int(self._known[0]):
+            log.warning("the record %s in Redis is older than the last one, and counts as lost", self._key)
+            self._known = "", Record(0)  # Redis's clock may have been set back: the next record is taken as it is
+            return version, None
         try:
             if not value:
                 return "", None

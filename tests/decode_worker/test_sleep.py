@@ -36,8 +36,7 @@ async def falls_asleep(worker: Running) -> "asyncio.Task[int]":
 
 
 class TestRemotePrefill:
-    @pytest.mark.parametrize("host_pages", [0, 200])
-    @pytest.mark.parametrize("n", [1, 3])
+    @pytest.mark.parametrize(("n", "host_pages"), [(1, 0), (3, 200)])
     @pytest.mark.parametrize("stage", pair.Stage)
     async def test_the_decode_worker_sleeps_in_every_stage(
         self, redis_url: str, stage: pair.Stage, n: int, host_pages: int

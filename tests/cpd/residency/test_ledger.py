@@ -103,6 +103,21 @@ async def test_a_record_that_was_lost_has_another_version_so_no_old_decision_is_
     assert not await one.write(old, Record(10, pins=("old",)))
 
 
+async def test_a_record_from_before_counts_as_lost_once(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    one = ledger(redis)
+    await one.start(10)
+    before = await redis.hget(KEY, "record")
+    assert before is not None
+    await one.change(lambda look: joined(Record(10), entry(1, 4, state=ModelState.SERVING)))
+    assert (await record_of(one)).reserved_bytes == 4
+    await redis.hset(KEY, "record", before)
+    look = await one.look()
+    assert look.record is None
+    assert "is older than the last one" in caplog.text
+    assert await one.write(look, Record(10, settles_at_s=look.now))
+    assert (await record_of(one)).settles_at_s == look.now
+
+
 async def test_versions_grow_even_if_redis_clock_is_set_back(redis: Redis) -> None:
     one = ledger(redis)
     await one.start(10)
