@@ -261,7 +261,7 @@ class Residency:
                 self._refuse(self._my_turn, reason)
                 return LOOK_S
             own = replace(self._own, wants=self._wants())
-            taken = turn(record, look.telling, own, self._policy, look.now)
+            taken = turn(record, look.activities, own, self._policy, look.now)
             if taken.record == look.record or await self._ledger.write(look, taken.record):
                 for one in gone:
                     log.info("%s is gone: what it had reserved is free", one)
@@ -460,7 +460,7 @@ class Residency:
         state = taken.entry.state
         if activity.staged_bytes:
             if state is not ModelState.WAKING and drops_staged(
-                taken.record, look.telling, taken.entry.id, self._staging_bytes, look.now
+                taken.record, look.activities, taken.entry.id, self._staging_bytes, look.now
             ):
                 log.info("drops its staged weights: --staging-memory is used up")
                 resident.unstage()

@@ -12,7 +12,7 @@ are listed in the order in which they were written. Entries and intents end by t
 belong to, or when its process is proved gone (`without`).
 
 The record is JSON in Redis (`ledger.py`), where every change is a compare-and-swap on the record that it was computed
-from. Beside it each worker tells its *activity*: figures that decide who is displaced and when, but never what is
+from. Beside it each worker writes its *activity*: figures that decide who is displaced and when, but never what is
 reserved. Nobody computes with them later than when they were read, so they need no compare-and-swap.
 
 All times are seconds of Redis's clock.
@@ -37,7 +37,7 @@ SETTLE_S = 5.0
 """Time in which workers write themselves back into a record that was lost."""
 
 MOST_DEADLINES = 1000
-"""Most deadlines that a worker tells, the first ones."""
+"""Most deadlines in an activity, the first ones."""
 
 MOST_S = 1e12
 """Largest number of seconds in a record."""
@@ -179,7 +179,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker tells about its requests.
+    """Figures about a worker's requests.
 
     Attributes:
         waiting: Number of requests that wait.
@@ -204,17 +204,17 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The activity of a worker, and when it told it."""
+class SeenActivity:
+    """The activity of a worker, and when it wrote it."""
 
     seen_s: float
     activity: Activity = Activity()
 
 
-Telling = Mapping[str, Told]
-"""What each process has told last, by `Owner.key`."""
+Activities = Mapping[str, SeenActivity]
+"""The last one of each process, by `Owner.key`."""
 
-_NEVER = Told(float("-inf"))
+_NEVER = SeenActivity(float("-inf"))
 _RECORD, _ACTIVITY = TypeAdapter(Record), TypeAdapter(Activity)
 
 
@@ -269,16 +269,16 @@ def _first(error: ValidationError) -> str:
 # ---- what the policy sees ----
 
 
-def snapshot(record: Record, telling: Telling, now: float) -> Device:
+def snapshot(record: Record, activities: Activities, now: float) -> Device:
     """Returns the device as a policy sees it. Intents of silent workers are left out.
 
     What workers hold while they sleep belongs neither to the device's memory nor to that of their models there.
     """
     models = {one.id: _model(one, pinned=one.id in record.pins) for one in record.entries}
-    told = {one.id: telling.get(one.owner.key, _NEVER) for one in record.entries}
+    seen = {one.id: activities.get(one.owner.key, _NEVER) for one in record.entries}
     occupants = []
     for one in record.entries:
-        activity = told[one.id].activity
+        activity = seen[one.id].activity
         if one.state is not ModelState.ASLEEP:
             occupants.append(
                 Occupant(
@@ -291,13 +291,13 @@ def snapshot(record: Record, telling: Telling, now: float) -> Device:
                     activity.deadlines,
                     activity.drain_s,
                     activity.arrivals_per_s,
-                    not _is_silent(told[one.id], now),
+                    not _is_silent(seen[one.id], now),
                 )
             )
     intents = []
     for waiting in record.intents:
-        one, activity = record.get(waiting.worker), told[waiting.worker].activity
-        if one.state is ModelState.WAKING or _is_silent(told[one.id], now):
+        one, activity = record.get(waiting.worker), seen[waiting.worker].activity
+        if one.state is ModelState.WAKING or _is_silent(seen[one.id], now):
             continue
         wake_s = one.staged_wake_s if activity.staged_bytes else one.wake_s
         deadlines = () if one.state is ModelState.DRAINING else activity.deadlines  # those are of running requests
@@ -306,8 +306,8 @@ def snapshot(record: Record, telling: Telling, now: float) -> Device:
     return Device(memory_bytes, list(models.values()), occupants, intents)
 
 
-def _is_silent(told: Told, now: float) -> bool:
-    return now - told.seen_s >= SILENT_S
+def _is_silent(seen: SeenActivity, now: float) -> bool:
+    return now - seen.seen_s >= SILENT_S
 
 
 def _model(one: Entry, *, pinned: bool) -> Model:
@@ -387,7 +387,7 @@ def serves(record: Record, worker: str, since_s: float) -> Record:
 
 
 def wanted(
-    record: Record, worker: str, telling: Telling, now: float, since_s: float | None = None, latest_s: float = 0.0
+    record: Record, worker: str, activities: Activities, now: float, since_s: float | None = None, latest_s: float = 0.0
 ) -> Record:
     """Writes a worker's intent, unless it has one.
 
@@ -401,7 +401,7 @@ def wanted(
         before = [one for one in record.intents if one.since_s <= since_s]
         return replace(record, intents=(*before, mine, *(one for one in record.intents if one.since_s > since_s)))
     drafted = replace(record, intents=(*record.intents, Waiting(worker, now, now)))
-    device = snapshot(drafted, telling, now)
+    device = snapshot(drafted, activities, now)
     mine = Waiting(worker, now, now + longest_wait_s(device, device.intents, now))
     return replace(record, intents=(*record.intents, mine))
 
@@ -422,16 +422,16 @@ def measured(record: Record, fingerprint: str, memory_bytes: int) -> Record:
     return replace(record, measured={**record.measured, fingerprint: memory_bytes})
 
 
-def drops_staged(record: Record, telling: Telling, worker: str, staging_bytes: int, now: float) -> bool:
+def drops_staged(record: Record, activities: Activities, worker: str, staging_bytes: int, now: float) -> bool:
     """Whether a worker must drop its staged weights: together they exceed the budget, and its own are the least
     recently used."""
     staged: list[tuple[float, str, int]] = []
     for one in record.entries:
-        told = telling.get(one.owner.key, _NEVER)
-        if told.activity.staged_bytes:
-            staged.append((told.activity.last_access_s, one.id, told.activity.staged_bytes))
+        activity = activities.get(one.owner.key, _NEVER).activity
+        if activity.staged_bytes:
+            staged.append((activity.last_access_s, one.id, activity.staged_bytes))
     excess = sum(size for _, _, size in staged) - staging_bytes
-    for _, name, size in sorted(_free_to_drop(staged, record, telling, now)):
+    for _, name, size in sorted(_free_to_drop(staged, record, activities, now)):
         if excess <= 0:
             return False
         if name == worker:
@@ -441,12 +441,12 @@ def drops_staged(record: Record, telling: Telling, worker: str, staging_bytes: i
 
 
 def _free_to_drop(
-    staged: Iterable[tuple[float, str, int]], record: Record, telling: Telling, now: float
+    staged: Iterable[tuple[float, str, int]], record: Record, activities: Activities, now: float
 ) -> Sequence[tuple[float, str, int]]:
     """Leaves out workers that are waking from their staged weights, and silent ones, which drop nothing."""
     free = {
         one.id
         for one in record.entries
-        if one.state is not ModelState.WAKING and not _is_silent(telling.get(one.owner.key, _NEVER), now)
+        if one.state is not ModelState.WAKING and not _is_silent(activities.get(one.owner.key, _NEVER), now)
     }
     return [one for one in staged if one[1] in free]

@@ -17,9 +17,9 @@ carried out (`record.drained`).
 from dataclasses import dataclass, replace
 
 from cpd.residency.record import (
+    Activities,
     Entry,
     Record,
-    Telling,
     drained,
     entered,
     fits,
@@ -100,19 +100,19 @@ def refusal(record: Record, own: Own) -> str:
     return ""
 
 
-def turn(record: Record, telling: Telling, own: Own, policy: ResidencyPolicy, now: float) -> Turn:
+def turn(record: Record, activities: Activities, own: Own, policy: ResidencyPolicy, now: float) -> Turn:
     """Takes a worker's turn.
 
     Args:
         record: As it was read, without the processes that are proved gone.
-        telling: What all workers told last, this one just now.
+        activities: The last ones of all workers, its own from just now.
     """
     mine = record.of(own.entry.owner)
     worker = own.entry.id if mine is None else mine.id
-    record = _brought_up(record, telling, own, worker, now)
+    record = _brought_up(record, activities, own, worker, now)
     failed, stage, check_at_s = "", False, record.settles_at_s
     while now >= record.settles_at_s:
-        decision = policy.decide(snapshot(record, telling, now), now)
+        decision = policy.decide(snapshot(record, activities, now), now)
         check_at_s = decision.check_at_s
         before, asleep = record, record.get(worker).state is ModelState.ASLEEP
         for action in decision.actions:
@@ -139,7 +139,7 @@ def _carried_out(record: Record, own: Own, worker: str, action: Action, now: flo
     return record
 
 
-def _brought_up(record: Record, telling: Telling, own: Own, worker: str, now: float) -> Record:
+def _brought_up(record: Record, activities: Activities, own: Own, worker: str, now: float) -> Record:
     """Brings the record up to what the worker knows about itself."""
     record = _described(record, own, worker, now)
     record = _in_state(record, own, worker, now)
@@ -154,7 +154,7 @@ def _brought_up(record: Record, telling: Telling, own: Own, worker: str, now: fl
         return record
     if not own.wants:
         return unwanted(record, worker)
-    return wanted(record, worker, telling, now, *(own.intent_s or ()))
+    return wanted(record, worker, activities, now, *(own.intent_s or ()))
 
 
 def _described(record: Record, own: Own, worker: str, now: float) -> Record:

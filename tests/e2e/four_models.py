@@ -126,7 +126,7 @@ class Watch:
             intent = self._intents.get(entry.id)
             if intent is not None and entry.state is ModelState.SERVING:
                 self._served(results, intent, entry)
-            resumed = look.telling[entry.owner.key].activity.resumed if entry.owner.key in look.telling else 0
+            resumed = look.activities[entry.owner.key].activity.resumed if entry.owner.key in look.activities else 0
             results.parked += max(0, resumed - self._resumed.get(entry.id, 0))
             self._resumed[entry.id] = resumed
         self._entries = {one.id: one for one in record.entries}

@@ -135,11 +135,11 @@ async def test_times_are_those_of_redis_clock(redis: Redis) -> None:
     seconds, _ = await redis.time()
     look = await one.look(owner(1).key, Activity(waiting=3))
     assert seconds <= look.now <= seconds + 60
-    assert look.telling[owner(1).key].seen_s == look.now
+    assert look.activities[owner(1).key].seen_s == look.now
     later = await one.look()
     assert later.now > look.now
-    assert later.telling[owner(1).key].seen_s == look.now
-    assert later.telling[owner(1).key].activity == Activity(waiting=3)
+    assert later.activities[owner(1).key].seen_s == look.now
+    assert later.activities[owner(1).key].activity == Activity(waiting=3)
 
 
 async def test_activities_of_workers_that_have_left_are_forgotten(redis: Redis) -> None:
@@ -148,7 +148,7 @@ async def test_activities_of_workers_that_have_left_are_forgotten(redis: Redis) 
     for number in (1, 2):
         await one.look(owner(number).key)
     await one.write(await one.look(), Record(10, entries=(entry(1, 4),)))
-    assert list((await one.look()).telling) == [owner(1).key]
+    assert list((await one.look()).activities) == [owner(1).key]
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", b"17", b"17 nonsense", b"17 00 {}", "é".encode()])
@@ -171,7 +171,7 @@ async def test_a_record_without_the_clusters_signature_counts_as_lost(redis: Red
     await forger.start(10)
     await forger.look(owner(1).key, Activity(waiting=1))
     look = await one.look()
-    assert (look.record, look.telling) == (None, {})
+    assert (look.record, look.activities) == (None, {})
     await one.start(10)
     signed = await redis.hget(KEY, "record")
     assert isinstance(signed, bytes)

@@ -14,7 +14,7 @@ from cpd.residency.record import (
     Entry,
     Owner,
     Record,
-    Told,
+    SeenActivity,
     UnreadableRecordError,
     Waiting,
     drops_staged,
@@ -61,8 +61,8 @@ def records(draw: st.DrawFn) -> Record:
     return Record(draw(sizes), draw(seconds), tuple(some), tuple(waiting), measured, tuple(draw(st.lists(st.text()))))
 
 
-def telling(*told: tuple[int, Activity], seen_s: float = NOW) -> dict[str, Told]:
-    return {owner(number).key: Told(seen_s, activity) for number, activity in told}
+def activities(*told: tuple[int, Activity], seen_s: float = NOW) -> dict[str, SeenActivity]:
+    return {owner(number).key: SeenActivity(seen_s, activity) for number, activity in told}
 
 
 @given(records())
@@ -124,7 +124,7 @@ def test_a_policy_sees_workers_as_models_of_their_own() -> None:
         intents=(Waiting("w3", 1, 2), Waiting("w2", 3, 4)),
         pins=("w2",),
     )
-    told = telling((1, Activity(running=2, last_access_s=950.0)), (2, Activity(1, deadlines=(5.0,), staged_bytes=1)))
+    told = activities((1, Activity(running=2, last_access_s=950.0)), (2, Activity(1, deadlines=(5.0,), staged_bytes=1)))
     device = snapshot(record, told, NOW)
     assert device.memory_bytes == 90  # without what a sleeper holds
     assert [(one.name, one.memory_bytes, one.fairness.popular) for one in device.models] == [
@@ -148,7 +148,7 @@ def test_a_policy_sees_workers_as_models_of_their_own() -> None:
 def test_intents_of_silent_workers_are_left_out() -> None:
     record = Record(100, entries=(entry(1, 40),), intents=(Waiting("w1", 1, 2),))
     for seen_s, visible in ((NOW - SILENT_S + 0.1, 1), (NOW - SILENT_S, 0)):
-        assert len(snapshot(record, telling((1, Activity(1)), seen_s=seen_s), NOW).intents) == visible
+        assert len(snapshot(record, activities((1, Activity(1)), seen_s=seen_s), NOW).intents) == visible
     assert not snapshot(record, {}, NOW).intents
 
 
@@ -167,7 +167,7 @@ def test_the_wake_lock_is_given_once_and_only_with_memory() -> None:
 
 def test_an_intent_is_promised_a_time_and_written_once() -> None:
     record = Record(10, entries=(entry(1, 6), entry(2, 6, state=ModelState.SERVING, since_s=NOW)))
-    told = telling((1, Activity(1)), (2, Activity(running=1)))
+    told = activities((1, Activity(1)), (2, Activity(running=1)))
     once = wanted(record, "w1", told, NOW)
     (intent,) = once.intents
     assert intent.since_s == NOW
@@ -192,14 +192,14 @@ def test_pins_are_kept_once_each() -> None:
 
 def test_the_least_recently_used_staged_weights_go_first() -> None:
     record = Record(100, entries=(entry(1, 9), entry(2, 9), entry(3, 9, state=ModelState.WAKING), entry(4, 9)))
-    told = telling(
+    told = activities(
         (1, Activity(staged_bytes=4, last_access_s=30.0)),
         (2, Activity(staged_bytes=4, last_access_s=20.0)),
         (3, Activity(staged_bytes=4, last_access_s=10.0)),
     )
-    silent = told | telling((4, Activity(staged_bytes=4, last_access_s=1.0)), seen_s=NOW - SILENT_S)
+    silent = told | activities((4, Activity(staged_bytes=4, last_access_s=1.0)), seen_s=NOW - SILENT_S)
 
-    def dropped(budget: int, heard: dict[str, Told]) -> list[str]:
+    def dropped(budget: int, heard: dict[str, SeenActivity]) -> list[str]:
         return [one.id for one in record.entries if drops_staged(record, heard, one.id, budget, NOW)]
 
     assert dropped(12, told) == []

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from cpd.residency.record import SETTLE_S, Activity, Entry, Owner, Record, Told, dump, parse_record, without
+from cpd.residency.record import SETTLE_S, Activity, Entry, Owner, Record, SeenActivity, dump, parse_record, without
 from cpd.residency.rule import Rule
 from cpd.residency.snapshot import ModelState, ResidencyPolicy
 from cpd.residency.turn import Own, Turn, turn
@@ -66,16 +66,16 @@ class World:
         self.policy = policy or Rule()
         self.record: Record | None = Record(total)
         self.number = 1
-        self.telling: dict[str, Told] = {}
+        self.activities: dict[str, SeenActivity] = {}
 
     def look(self, worker: Worker) -> None:
         """A worker reads, and takes its turn."""
         activity = Activity(worker.waiting, worker.running, last_access_s=worker.last_access_s)
-        self.telling[worker.own.entry.owner.key] = Told(self.now, activity)
+        self.activities[worker.own.entry.owner.key] = SeenActivity(self.now, activity)
         gone = [one.own.entry.owner for one in self.workers.values() if not one.alive]
         record = without(self.record or Record(self.total, self.now + SETTLE_S), gone)
         worker.own = replace(worker.own, wants=worker.waiting > 0)
-        worker.read = self.number, turn(record, self.telling, worker.own, self.policy, self.now)
+        worker.read = self.number, turn(record, self.activities, worker.own, self.policy, self.now)
 
     def write(self, worker: Worker) -> bool:
         """The worker writes what it has read last, and acts on it; False: somebody else was faster."""
@@ -120,7 +120,7 @@ class World:
         """Redis is emptied."""
         self.record = None
         self.number += 1
-        self.telling = {}
+        self.activities = {}
 
     def _act(self, worker: Worker, taken: Turn) -> None:
         state, own = taken.entry.state, worker.own
