@@ -3,13 +3,8 @@
 A worker without its model's memory is a paused worker: it keeps process, lease and sessions, takes requests, and lets
 them wait. It looks at the device's record (`cpd/residency/record.py`) each second, more often while anybody on the
 device waits or changes its state, and at once when its own situation changes. At each look it takes its turn
-(`cpd/residency/turn.py`), and does what the record then says, if the turn could be written:
-
-    the record says    this worker, if it is             goes on as
-    waking             asleep: loads the model           serving; or asleep, if that fails twice
-    draining           serving: takes no new requests    draining
-    serving            draining: takes requests again    serving
-    sleeping           serving or draining: frees it     asleep
+(`cpd/residency/turn.py` says what may follow), and acts on it if it could be written. A wake that fails is tried once
+more, before the requests that wait fail.
 
 The first wake is the start of the worker (`take_turn`, `begin`). While Redis is away nobody sleeps or wakes, and those
 that drain take requests again. Whoever sees that a worker's process has ended removes what it had reserved.
