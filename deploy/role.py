@@ -21,7 +21,8 @@ def change_role(cluster: str, name: str, role: Role) -> None:
     """Changes the role of a worker.
 
     Raises:
-        CPDError: There is no such cluster or worker, it does not answer, or no other worker of its model is combined.
+        CPDError: There is no such cluster or worker, it does not answer, no other worker of its model is combined,
+            or it shares its device.
     """
     state = running_cluster(cluster)
     workers = {one["id"]: one for one in read_cluster(state)["workers"]}
@@ -40,7 +41,7 @@ def set_role(name: str, address: str, admin_key: str, role: Role) -> None:
     """Tells a worker its role.
 
     Raises:
-        CPDError: It does not answer, or is too old.
+        CPDError: It does not answer, is too old, or shares its device.
     """
     try:
         with admin_channel(address, _TIMEOUT_S) as channel:
@@ -50,5 +51,7 @@ def set_role(name: str, address: str, admin_key: str, role: Role) -> None:
     except (grpc.RpcError, OSError) as error:
         if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise CPDError(f"worker {name} is of an older version, which can't change its role") from None
+        if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise CPDError(f"worker {name} refuses: {error.details()}") from None
         reason = error.details() if isinstance(error, grpc.RpcError) else error
         raise CPDError(f"worker {name} at {without_fingerprint(address)} does not answer: {reason}") from None

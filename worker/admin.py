@@ -55,6 +55,12 @@ class AdminServicer(rpc.AdminServicer):
         """Changes the worker's role."""
         if (role := _ROLES.get(request.role)) is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"this worker knows no role {request.role}")
+        elif self._residency is not None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "models share this worker's device (--device-memory), and workers of both roles would take the model's "
+                "memory twice there: it keeps its role",
+            )
         else:
             self._set_role(role)
         return pb.SetRoleReply()

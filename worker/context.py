@@ -28,6 +28,9 @@ class ModelMemory(Protocol):
     """The memory of weights and pool; see `engine/execution/cpu/model_memory.py`."""
 
     @property
+    def num_bytes(self) -> int: ...
+
+    @property
     def staged_bytes(self) -> int: ...
 
     def resident_bytes(self) -> int: ...

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cpd.common.errors import CPDError
 from cpd.common.stream import Stream, StreamError
 from cpd.protocol.version import UnknownMessages
+from cpd.residency.snapshot import ModelState
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer
 from worker.async_engine import EngineDiedError
 from worker.context import WorkerContext
 from worker.page_sender import PageSender, SourcePool
-from worker.resident import ModelState
 from worker.wire_format import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -3,11 +3,8 @@
 A worker without its model's memory is a paused worker: it keeps process, lease and sessions, takes requests, and lets
 them wait. It looks at the device's record (`cpd/residency/record.py`) each second, more often while anybody on the
 device waits or changes its state, and at once when its own situation changes. At each look it takes its turn
-(`cpd/residency/turn.py`), and does what the record then says, if the turn could be written:
-
-    ASLEEP ──the record says waking──▶ LOADING ──loaded──▶ AWAKE ──the record says sleeping──▶ FREEING ──▶ ASLEEP
-       ▲                                  │ failed
-       └──────────────────────────────────┘
+(`cpd/residency/turn.py` says what may follow), and acts on it if it could be written. A wake that fails is tried once
+more, before the requests that wait fail.
 
 The first wake is the start of the worker (`take_turn`, `begin`). While Redis is away nobody sleeps or wakes, and those
 that drain take requests again. Whoever sees that a worker's process has ended removes what it had reserved.
@@ -17,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -38,10 +35,10 @@ from cpd.residency.record import (
     unwanted,
     without,
 )
-from cpd.residency.snapshot import ResidencyPolicy, State
-from cpd.residency.turn import Own, Phase, Turn, refusal, turn
+from cpd.residency.snapshot import ModelState, ResidencyPolicy
+from cpd.residency.turn import Own, Turn, refusal, turn
 from cpd.rpc import cpd_pb2 as pb
-from worker.resident import ModelState, Resident
+from worker.resident import Resident
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +48,25 @@ LOOK_S = 1.0
 BUSY_LOOK_S = 0.1
 """The same while somebody waits, loads, drains or goes to sleep."""
 
+AGAIN_S = 1.0
+"""A wake that fails is tried once more after this time. Only then its requests fail, parked streams among them."""
+
+REST_S = 30.0
+"""After that, requests fail at once for this time: a model that can't be loaded must not displace others again and
+again. `cpd wake` ends it."""
+
 _LEAST_LOOK_S = 0.01
 _MOST_ATTEMPTS = 20
 _OVERDUE_S = 0.1
 """What a load report says if the promised time is over."""
+
+_TO_WIRE: Mapping[ModelState, pb.Residency.State.ValueType] = {
+    ModelState.ASLEEP: pb.Residency.STATE_ASLEEP,
+    ModelState.WAKING: pb.Residency.STATE_WAKING,
+    ModelState.SERVING: pb.Residency.STATE_SERVING,
+    ModelState.DRAINING: pb.Residency.STATE_DRAINING,
+    ModelState.SLEEPING: pb.Residency.STATE_DRAINING,
+}
 
 
 class Residency:
@@ -88,14 +100,16 @@ class Residency:
         self._resident: Resident | None = None
         self._loop = asyncio.get_running_loop()
         self._redis_ahead_s: float | None = None  # of time.monotonic
-        self._state: State | None = None
+        self._state = ModelState.ASLEEP  # in the record
         self._asked = False  # to wake, by hand
-        self._given_up = False  # those that wait now were told to fail
+        self._given_up = ""  # why those that waited failed
+        self._rests_until_s = 0.0
         self._waiting = 0
         self._wakes, self._waited_s = 0, 0.0
         self._took_s: dict[str, float] = {}  # by part; see `Residency.took_s` in proto/cpd.proto
         self._since_s = 0.0  # of `_state`
         self._stages, self._stage_due = staging_bytes > 0, False
+        self._dropped_for: tuple[float, float] | None = None  # the intent during which staged weights were dropped
         self._away = False
         self._told_holders = ""
         self._look_now = asyncio.Event()
@@ -130,7 +144,7 @@ class Residency:
         """
         self._resident = resident
         entry = replace(self._own.entry, memory_bytes=memory_bytes, wake_s=time.monotonic() - self._loading_since_s)
-        self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True)
+        self._own = replace(self._own, state=ModelState.SERVING, entry=entry, measured=True)
         self._stage_due = True
         self._look_now.set()
         await self._begun
@@ -155,7 +169,7 @@ class Residency:
         own = self._own
         if look.record is None or (mine := look.record.of(own.entry.owner)) is None:
             return None
-        if own.phase is Phase.ASLEEP and not own.entry.held_bytes:
+        if own.state is ModelState.ASLEEP and not own.entry.held_bytes:
             return without(look.record, [own.entry.owner])
         return unwanted(look.record, mine.id)
 
@@ -163,13 +177,14 @@ class Residency:
 
     def request_arrived(self) -> None:
         """A request has arrived, and may have to wait."""
-        self._given_up = False
-        if self._state is not State.SERVING and self._own.intent_s is None:
+        if time.monotonic() >= self._rests_until_s:
+            self._given_up = ""
+        if self._state is not ModelState.SERVING and self._own.intent_s is None:
             self._look_now.set()
 
     def wake(self) -> None:
         """Wakes the model as a request would."""
-        self._asked, self._given_up = True, False
+        self._asked, self._given_up, self._rests_until_s = True, "", 0.0
         self._own = replace(self._own, sleep=False)
         self._look_now.set()
 
@@ -188,7 +203,7 @@ class Residency:
         """Returns the part of a load report."""
         state = ModelState.WAKING if self._resident is None else self._resident.state
         report = pb.Residency(
-            state=state.to_wire(),
+            state=_TO_WIRE[state],
             pinned=bool(self._own.pin),
             wakes=self._wakes,
             waited_s=self._waited_s,
@@ -224,13 +239,15 @@ class Residency:
         if not self._away:
             log.warning("Redis does not answer, so no model sleeps or wakes: %s", error)
         self._away = True
-        if self._own.phase is Phase.AWAKE:
+        if self._own.state is ModelState.DRAINING:
             self._drain(False)
 
     async def _look(self) -> float:
         """Takes a turn and acts on it; returns when to look again, in seconds."""
         for attempt in range(_MOST_ATTEMPTS):
             activity = self._activity()
+            if self._given_up and self._waiting:
+                self._fail(self._given_up)
             look = await self._ledger.look(self._own.entry.owner.key, activity)
             self._redis_ahead_s = look.now - time.monotonic()
             record, gone = self._without_gone(look)
@@ -238,7 +255,7 @@ class Residency:
                 self._refuse(self._my_turn, reason)
                 return LOOK_S
             own = replace(self._own, wants=self._wants())
-            taken = turn(record, look.telling, own, self._policy, look.now)
+            taken = turn(record, look.activities, own, self._policy, look.now)
             if taken.record == look.record or await self._ledger.write(look, taken.record):
                 for one in gone:
                     log.info("%s is gone: what it had reserved is free", one)
@@ -276,8 +293,8 @@ class Residency:
         self._waiting = facts.waiting
         if facts.staged_bytes > self._staging_bytes:
             self._stages = False
-        if not facts.waiting:
-            self._given_up = False
+        if not facts.waiting and time.monotonic() >= self._rests_until_s:
+            self._given_up = ""
         deadlines = sorted(_bounded(one + ahead_s) for one in facts.deadlines if isfinite(one))
         return Activity(
             waiting=facts.waiting,
@@ -298,7 +315,7 @@ class Residency:
         busy = (
             record.intents
             or record.settles_at_s > look.now
-            or any(one.state not in (None, State.SERVING) for one in record.entries)
+            or any(one.state not in (None, ModelState.SERVING) for one in record.entries)
         )
         return max(_LEAST_LOOK_S, min(BUSY_LOOK_S if busy else LOOK_S, taken.check_at_s - look.now))
 
@@ -307,33 +324,33 @@ class Residency:
     def _act(self, look: Look, taken: Turn, activity: Activity) -> None:
         entry, own, before = taken.entry, self._own, self.report()
         intent = taken.record.intent_of(entry.id)
-        if entry.state is State.SERVING and own.intent_s is not None:
+        if entry.state is ModelState.SERVING and own.intent_s is not None:
             self._waited_s += max(0.0, look.now - own.intent_s[0])
-        if entry.state is State.WAKING and self._state is None and own.intent_s is not None:
+        if entry.state is ModelState.WAKING and self._state is ModelState.ASLEEP and own.intent_s is not None:
             self._took("lock", entry.since_s - own.intent_s[0])
-        if entry.state is State.SLEEPING and self._state is State.DRAINING:
+        if entry.state is ModelState.SLEEPING and self._state is ModelState.DRAINING:
             self._took("drain", entry.since_s - self._since_s)
         self._state, self._since_s = entry.state, entry.since_s
         self._own = own = replace(
             own,
             intent_s=None if intent is None else (intent.since_s, intent.latest_s),
             pin=entry.id in taken.record.pins if own.pin is None else own.pin,
-            sleep=own.sleep and entry.state in (State.WAKING, State.SERVING),
+            sleep=own.sleep and entry.state in (ModelState.WAKING, ModelState.SERVING),
         )
-        if entry.state is State.SERVING:
+        if entry.state is ModelState.SERVING:
             self._asked = False
         if taken.failed:
             self._given_up_because(taken.failed)
-        if not self._my_turn.done() and entry.state is None:
+        if not self._my_turn.done() and entry.state is ModelState.ASLEEP:
             self._tell_who_holds(taken.record)
-        if entry.state is State.WAKING and own.phase is Phase.ASLEEP:
-            self._own = replace(self._own, phase=Phase.LOADING)
+        if entry.state is ModelState.WAKING and own.state is ModelState.ASLEEP:
+            self._own = replace(self._own, state=ModelState.WAKING)
             self._load()
-        elif entry.state is State.SLEEPING and own.phase is Phase.AWAKE and self._resident is not None:
+        elif entry.state is ModelState.SLEEPING and own.state.has_memory and self._resident is not None:
             self._free(self._resident)
-        elif own.phase is Phase.AWAKE:
-            self._drain(entry.state is State.DRAINING)
-        if own.starts and own.phase is Phase.AWAKE and entry.state is not State.WAKING:
+        elif own.state.has_memory:
+            self._drain(entry.state is ModelState.DRAINING)
+        if own.starts and own.state.has_memory and entry.state is not ModelState.WAKING:
             self._own = replace(self._own, starts=False)
             if not self._begun.done():
                 self._begun.set_result(None)
@@ -345,18 +362,19 @@ class Residency:
 
     def _drain(self, drains: bool) -> None:
         """Lets requests wait or run, if that changes."""
-        if self._resident is not None and drains != self._own.drains:
-            self._own = replace(self._own, drains=drains)
+        state = ModelState.DRAINING if drains else ModelState.SERVING
+        if self._resident is not None and state is not self._own.state:
+            self._own = replace(self._own, state=state)
             (self._resident.drain if drains else self._resident.undrain)()
 
     def _tell_who_holds(self, record: Record) -> None:
-        holders = ", ".join(sorted(one.id for one in record.entries if one.state is not None))
+        holders = ", ".join(sorted(one.id for one in record.entries if one.state is not ModelState.ASLEEP))
         if holders and holders != self._told_holders:
             log.info("waiting for its turn to load; on the device: %s", holders)
         self._told_holders = holders
 
     def _given_up_because(self, reason: str) -> None:
-        self._asked, self._given_up = False, True
+        self._asked, self._given_up = False, reason
         if self._own.starts:
             self._refuse(self._my_turn, reason)
             return
@@ -372,21 +390,29 @@ class Residency:
 
     async def _wake(self, resident: Resident) -> None:
         await self._staging_done()
-        began_s, staged = time.monotonic(), resident.facts(time.monotonic()).staged_bytes > 0
         try:
-            memory_bytes = await resident.wake()
+            try:
+                await self._try_to_wake(resident)
+            except CPDError as error:
+                log.warning("the wake failed, and is tried once more: %s", error)
+                await asyncio.sleep(AGAIN_S)
+                await self._try_to_wake(resident)
         except CPDError as error:
-            self._own = replace(self._own, phase=Phase.ASLEEP)
+            self._own = replace(self._own, state=ModelState.ASLEEP)
+            self._rests_until_s = time.monotonic() + REST_S
             self._given_up_because(str(error))
-        else:
-            took_s = time.monotonic() - began_s
-            entry = replace(self._own.entry, memory_bytes=memory_bytes)
-            entry = replace(entry, staged_wake_s=took_s) if staged else replace(entry, wake_s=took_s)
-            self._own = replace(self._own, phase=Phase.AWAKE, entry=entry, measured=True, drains=False)
-            self._wakes += 1
-            self._took_all(resident)
-            self._stage_due = True
         self._look_now.set()
+
+    async def _try_to_wake(self, resident: Resident) -> None:
+        began_s, staged = time.monotonic(), resident.facts(time.monotonic()).staged_bytes > 0
+        memory_bytes = await resident.wake()
+        took_s = time.monotonic() - began_s
+        entry = replace(self._own.entry, memory_bytes=memory_bytes)
+        entry = replace(entry, staged_wake_s=took_s) if staged else replace(entry, wake_s=took_s)
+        self._own = replace(self._own, state=ModelState.SERVING, entry=entry, measured=True)
+        self._wakes += 1
+        self._took_all(resident)
+        self._stage_due = True
 
     def _free(self, resident: Resident) -> None:
         own = self._own
@@ -394,7 +420,7 @@ class Residency:
             self._refuse(self._begun, never_fits(own.entry.id, own.entry.memory_bytes, own.total_bytes))
             return
         self._drain(True)
-        self._own = replace(self._own, phase=Phase.FREEING)
+        self._own = replace(self._own, state=ModelState.SLEEPING)
         self._working = self._start_task(self._sleep(resident), "sleep")
 
     async def _sleep(self, resident: Resident) -> None:
@@ -407,7 +433,7 @@ class Residency:
             return
         entry = self._own.entry
         entry = replace(entry, held_bytes=min(held_bytes, entry.memory_bytes), sleep_s=time.monotonic() - began_s)
-        self._own = replace(self._own, phase=Phase.ASLEEP, entry=entry)
+        self._own = replace(self._own, state=ModelState.ASLEEP, entry=entry)
         self._took_all(resident)
         self._look_now.set()
 
@@ -427,13 +453,16 @@ class Residency:
             return
         state = taken.entry.state
         if activity.staged_bytes:
-            if state is not State.WAKING and drops_staged(
-                taken.record, look.telling, taken.entry.id, self._staging_bytes, look.now
+            if state is not ModelState.WAKING and drops_staged(
+                taken.record, look.activities, taken.entry.id, self._staging_bytes, look.now
             ):
                 log.info("drops its staged weights: --staging-memory is used up")
                 resident.unstage()
+                self._dropped_for = self._own.intent_s
             return
-        due = (self._stage_due and state is State.SERVING) or (taken.stage and state is None)
+        # Dropped for others that wait, too, they are not staged again at once: that would drop theirs.
+        ahead = taken.stage and state is ModelState.ASLEEP and self._own.intent_s != self._dropped_for
+        due = (self._stage_due and state is ModelState.SERVING) or ahead
         if due and self._stages:
             self._stage_due = False
             self._staging = self._start_task(self._stage_now(resident), "stage")

@@ -5,38 +5,9 @@ residency  ──wake, stage, drain, sleep──▶  resident (`sleeper.py`)  �
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-from cpd.rpc import cpd_pb2 as pb
-
-
-class ModelState(StrEnum):
-    """State of a worker's model; see `sleeper.py`."""
-
-    ASLEEP = "asleep"
-    WAKING = "waking"
-    SERVING = "serving"
-    DRAINING = "draining"
-    SLEEPING = "sleeping"
-
-    @property
-    def has_memory(self) -> bool:
-        """True if steps can be computed, and pages be read and written."""
-        return self in (ModelState.SERVING, ModelState.DRAINING)
-
-    def to_wire(self) -> pb.Residency.State.ValueType:
-        """The state in a load report."""
-        return _TO_WIRE[self]
-
-
-_TO_WIRE = {
-    ModelState.ASLEEP: pb.Residency.STATE_ASLEEP,
-    ModelState.WAKING: pb.Residency.STATE_WAKING,
-    ModelState.SERVING: pb.Residency.STATE_SERVING,
-    ModelState.DRAINING: pb.Residency.STATE_DRAINING,
-    ModelState.SLEEPING: pb.Residency.STATE_DRAINING,
-}
+from cpd.residency.snapshot import ModelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +47,7 @@ class Resident(Protocol):
         checkpoint), `transport` and `pool`; of going to sleep `pause`, `transfers`, `park` and `release`."""
 
     async def wake(self) -> int:
-        """Loads and verifies the weights, and serves. Returns the bytes of memory that it has, when it has all.
+        """Loads and verifies the weights, and serves. Returns the bytes of memory that it takes, when it has all.
 
         Raises:
             CPDError: It failed. No memory is held, and it may be tried again.

@@ -32,12 +32,13 @@ from typing import Protocol, TypeVar
 
 from cpd.common.errors import CPDError
 from cpd.common.lifecycle import Lifecycle
+from cpd.residency.snapshot import ModelState
 from engine.engine import Engine
 from engine.types import EngineStats
 from worker.async_engine import AsyncEngine
 from worker.context import EXIT_RESTART, ModelMemory
 from worker.pool_transport import PoolTransport
-from worker.resident import Facts, ModelState
+from worker.resident import Facts
 from worker.service import Outlook
 
 log = logging.getLogger(__name__)
@@ -119,12 +120,15 @@ class Sleeper:
         self._service, self._stats = service, stats
 
     async def populate(self) -> int:
-        """Makes all memory of the model resident; returns how much that is, in bytes."""
+        """Makes all memory of the model resident, as far as the system has some; returns its size in bytes.
+
+        What is not resident yet counts, too: it will be when the pages are used.
+        """
         try:
             await self._run(self._memory.populate_pool)
         except OSError as error:
             log.warning("the system has no memory for all KV pages: %s", error.strerror)
-        return await self._run(self._memory.resident_bytes)
+        return self._memory.num_bytes
 
     # ---- what the worker's parts tell it ----
 
@@ -230,11 +234,11 @@ class Sleeper:
             await self._roll_back(repr(error))
             raise ResidencyError(repr(error)) from error
         self._enter(ModelState.SERVING)
-        resident_bytes = await self.populate()
+        num_bytes = await self.populate()
         times.end(POOL)
         self.took_s = times.took_s
         log.info("the model is awake, after %s", times)
-        return resident_bytes
+        return num_bytes
 
     # ---- small parts ----
 

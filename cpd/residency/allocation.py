@@ -10,7 +10,19 @@ intent goes ahead only with memory that is free beyond what all earlier ones get
 
 from collections.abc import Callable, Sequence
 
-from cpd.residency.snapshot import Action, Decision, Device, Drain, Fail, Intent, Occupant, Sleep, Stage, State, Wake
+from cpd.residency.snapshot import (
+    Action,
+    Decision,
+    Device,
+    Drain,
+    Fail,
+    Intent,
+    ModelState,
+    Occupant,
+    Sleep,
+    Stage,
+    Wake,
+)
 
 Choose = Callable[[Intent, Sequence[Occupant], int], tuple[Sequence[Occupant], float]]
 """Chooses victims for an intent, among serving models, that free a number of bytes; or none, and when to ask again."""
@@ -50,14 +62,14 @@ def allocate(
             stuck += one.model.memory_bytes
         elif _ends(one, now, park_at_s, check_at_s):
             actions.append(Sleep(one.model.name))
-        elif one.state in (State.WAKING, State.SERVING):
+        elif one.state in (ModelState.WAKING, ModelState.SERVING):
             available -= one.model.memory_bytes
             if one.model.fairness.popular:
                 popular.append(one)
-            elif one.state is State.SERVING:
+            elif one.state is ModelState.SERVING:
                 serving.append(one)
     held = sum(one.model.memory_bytes for one in popular)
-    locked = any(one.state is State.WAKING for one in device.occupants)
+    locked = any(one.state is ModelState.WAKING for one in device.occupants)
     taken = {one.model.name for one in device.occupants}
     for intent in order:
         model, size = intent.model, intent.model.memory_bytes
@@ -101,10 +113,10 @@ def never_fits(name: str, size: int, memory_bytes: int) -> str:
 
 def _ends(one: Occupant, now: float, park_at_s: Callable[[Occupant], float], check_at_s: list[float]) -> bool:
     """Whether it is time for a model to go to sleep; adds the time at which it will be."""
-    if one.state is State.DRAINING:
+    if one.state is ModelState.DRAINING:
         end_s = park_at_s(one)
         ends = not one.running or now >= end_s
-    elif one.state is State.SERVING and one.model.sleep.idle_timeout_s and not one.running:
+    elif one.state is ModelState.SERVING and one.model.sleep.idle_timeout_s and not one.running:
         end_s = max(one.last_access_s, one.since_s) + one.model.sleep.idle_timeout_s
         ends = now >= end_s
     else:

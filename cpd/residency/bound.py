@@ -17,7 +17,7 @@ Times to drain are limits. Those to sleep and wake are predictions: what takes l
 
 from collections.abc import Sequence
 
-from cpd.residency.snapshot import Device, Intent, State
+from cpd.residency.snapshot import Device, Intent, ModelState
 
 
 def longest_wait_s(device: Device, order: Sequence[Intent], now: float) -> float:
@@ -36,10 +36,10 @@ def longest_wait_s(device: Device, order: Sequence[Intent], now: float) -> float
     total_s = runtime_left_s = 0.0
     for one in device.occupants:
         ran_s = now - one.since_s
-        if one.state is State.WAKING:
+        if one.state is ModelState.WAKING:
             total_s = max(total_s, one.model.wake_s - ran_s)
-        if not one.model.fairness.popular and one.state in (State.WAKING, State.SERVING):
-            left_s = one.model.fairness.min_runtime_s - (ran_s if one.state is State.SERVING else 0.0)
+        if not one.model.fairness.popular and one.state in (ModelState.WAKING, ModelState.SERVING):
+            left_s = one.model.fairness.min_runtime_s - (ran_s if one.state is ModelState.SERVING else 0.0)
             runtime_left_s = max(runtime_left_s, left_s)
     for intent in order:
         model = intent.model

@@ -2,15 +2,16 @@
 
 It is a hash, `cpd:<cluster>:device:<host>`:
 
-    record        → "<version> <signature> <the Record as JSON>"
-    told:<owner>  → "<seen_us> <signature> <the Activity as JSON>", one for each worker (`Owner.key`)
+    record            → "<version> <signature> <the Record as JSON>"
+    activity:<owner>  → "<seen_us> <signature> <the Activity as JSON>", one for each worker (`Owner.key`)
 
 A script writes the record only if its version is still the one that the change was computed from. The next version is
 the time of Redis's clock in µs, or one more than the last if that is higher. So a version never comes again, also if
 Redis was emptied in between. The signature (HMAC-SHA256 in hex, of cluster, host and JSON) shows that a process with
-the cluster's secret wrote it, as for leases. A record that can't be read, or has a wrong signature, counts as lost.
+the cluster's secret wrote it, as for leases. A record counts as lost if it can't be read, has a wrong signature, or is
+older than one that was read before: Redis came back with an earlier state.
 
-Looking at the record tells one's own activity in the same call. Each look keeps the hash for another KEEP_S, so a
+A look at the record writes the own activity in the same call. Each look keeps the hash for another KEEP_S, so a
 cluster that was killed leaves nothing behind.
 """
 
@@ -27,7 +28,7 @@ from cpd.residency.record import (
     SETTLE_S,
     Activity,
     Record,
-    Told,
+    SeenActivity,
     UnreadableRecordError,
     dump,
     parse_activity,
@@ -49,12 +50,12 @@ local key, owner, activity, keep_ms = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now_us = string.format('%.0f', time[1] * 1000000 + time[2])
 if owner ~= '' then
-  redis.call('HSET', key, 'told:' .. owner, now_us .. ' ' .. activity)
+  redis.call('HSET', key, 'activity:' .. owner, now_us .. ' ' .. activity)
 end
 redis.call('PEXPIRE', key, keep_ms)
 return {now_us, redis.call('HGETALL', key)}
 """
-"""Tells an activity unless `owner` is empty; returns Redis's time in µs and all fields."""
+"""Writes an activity unless `owner` is empty; returns Redis's time in µs and all fields."""
 
 _WRITE = """
 local key, expected, record, keep_ms = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
@@ -71,7 +72,7 @@ version = string.format('%.0f', number)
 redis.call('HSET', key, 'record', version .. ' ' .. record)
 redis.call('PEXPIRE', key, keep_ms)
 for i = 4, #ARGV do
-  redis.call('HDEL', key, 'told:' .. ARGV[i])
+  redis.call('HDEL', key, 'activity:' .. ARGV[i])
 end
 return version
 """
@@ -94,13 +95,13 @@ class Look:
         now: Redis's time, in seconds.
         version: Of the record; empty if there is none.
         record: None if there is none that can be read.
-        telling: What each process has told last, by `Owner.key`.
+        activities: Last activity of each process, by `Owner.key`.
     """
 
     now: float
     version: str
     record: Record | None
-    telling: Mapping[str, Told] = field(default_factory=dict)
+    activities: Mapping[str, SeenActivity] = field(default_factory=dict)
 
 
 class Ledger:
@@ -124,28 +125,30 @@ class Ledger:
         self._unreadable = ""
 
     async def look(self, owner: str = "", activity: Activity | None = None) -> Look:
-        """Returns the record and what all workers have told, and tells this worker's activity.
+        """Returns the record and all activities, and writes this worker's activity.
 
         Args:
-            owner: `Owner.key` of this worker; empty: it tells nothing.
+            owner: `Owner.key` of this worker; empty: it has none.
 
         Raises:
             RedisError, OSError: Redis does not answer.
         """
-        told = self._signed("activity", dump(activity or Activity()), owner) if owner else b""
-        now_us, found = await self._scripts[0]([self._key], [owner, told, int(KEEP_S * 1000)])
+        own = self._signed("activity", dump(activity or Activity()), owner) if owner else b""
+        now_us, found = await self._scripts[0]([self._key], [owner, own, int(KEEP_S * 1000)])
         fields: dict[bytes, bytes] = dict(zip(found[::2], found[1::2], strict=True))
         version, record = self._read_record(fields.get(b"record", b""))
-        telling = {}
+        activities = {}
         for name, value in fields.items():
-            if name.startswith(b"told:"):
+            if name.startswith(b"activity:"):
                 try:
-                    key = name.removeprefix(b"told:").decode()
+                    key = name.removeprefix(b"activity:").decode()
                     seen_us, _, rest = value.partition(b" ")
-                    telling[key] = Told(int(seen_us) / 1e6, parse_activity(self._verified("activity", rest, key)))
+                    activities[key] = SeenActivity(
+                        int(seen_us) / 1e6, parse_activity(self._verified("activity", rest, key))
+                    )
                 except (UnreadableRecordError, ValueError):
                     log.debug("an activity in %s can't be read: %r", self._key, name)
-        return Look(int(now_us) / 1e6, version, record, telling)
+        return Look(int(now_us) / 1e6, version, record, activities)
 
     async def write(self, look: Look, record: Record) -> bool:
         """Writes a record that was computed from `look`. False: somebody else has changed it since.
@@ -154,7 +157,7 @@ class Ledger:
             RedisError, OSError: Redis does not answer; the record may have been written or not.
         """
         owners = {one.owner.key for one in record.entries}
-        left = [key for key in look.telling if key not in owners]
+        left = [key for key in look.activities if key not in owners]
         arguments: list[str | int | bytes] = [
             look.version,
             self._signed("device", dump(record)),
@@ -212,6 +215,10 @@ class Ledger:
         version = number.decode() if space and number.isdigit() else ""
         if version and version == self._known[0]:
             return self._known
+        if version and self._known[0] and int(version) < int(self._known[0]):
+            log.warning("the record %s in Redis is older than the last one, and counts as lost", self._key)
+            self._known = "", Record(0)  # Redis's clock may have been set back: the next record is taken as it is
+            return version, None
         try:
             if not value:
                 return "", None

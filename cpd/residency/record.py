@@ -12,7 +12,7 @@ are listed in the order in which they were written. Entries and intents end by t
 belong to, or when its process is proved gone (`without`).
 
 The record is JSON in Redis (`ledger.py`), where every change is a compare-and-swap on the record that it was computed
-from. Beside it each worker tells its *activity*: figures that decide who is displaced and when, but never what is
+from. Beside it each worker writes its *activity*: figures that decide who is displaced and when, but never what is
 reserved. Nobody computes with them later than when they were read, so they need no compare-and-swap.
 
 All times are seconds of Redis's clock.
@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from cpd.common.errors import CPDError
 from cpd.common.process_identity import ProcessIdentity
 from cpd.residency.bound import longest_wait_s
-from cpd.residency.snapshot import Device, Fairness, Intent, Model, Occupant, SleepSettings, State
+from cpd.residency.snapshot import Device, Fairness, Intent, Model, ModelState, Occupant, SleepSettings
 
 SILENT_S = 5.0
 """A worker that was not seen for this long is silent: its intent waits, and it is no victim. It keeps what it holds."""
@@ -37,7 +37,7 @@ SETTLE_S = 5.0
 """Time in which workers write themselves back into a record that was lost."""
 
 MOST_DEADLINES = 1000
-"""Most deadlines that a worker tells, the first ones."""
+"""Most deadlines in an activity, the first ones."""
 
 MOST_S = 1e12
 """Largest number of seconds in a record."""
@@ -90,7 +90,6 @@ class Entry:
         id: Its name, different from all others' in the record.
         memory_bytes: What it takes while it is awake: measured, or estimated before its first wake.
         held_bytes: What it was still holding when it last went to sleep, part of `memory_bytes`.
-        state: None while it is asleep.
         since_s: When the state began.
         needed_by: While it drains: the worker that needs the memory; empty if it was sent to sleep by hand.
         wake_s: Predicted time of a wake from disk.
@@ -105,7 +104,7 @@ class Entry:
     owner: Owner
     memory_bytes: Bytes
     held_bytes: Bytes = 0
-    state: State | None = None
+    state: ModelState = ModelState.ASLEEP
     since_s: Time = 0.0
     needed_by: str = ""
     wake_s: Time = 0.0
@@ -120,7 +119,7 @@ class Entry:
     @property
     def reserved_bytes(self) -> int:
         """Memory that nobody else may take."""
-        return self.held_bytes if self.state is None else self.memory_bytes
+        return self.held_bytes if self.state is ModelState.ASLEEP else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker tells about its requests.
+    """Figures about a worker's requests.
 
     Attributes:
         waiting: Number of requests that wait.
@@ -205,17 +204,17 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The activity of a worker, and when it told it."""
+class SeenActivity:
+    """The activity of a worker, and when it wrote it."""
 
     seen_s: float
     activity: Activity = Activity()
 
 
-Telling = Mapping[str, Told]
-"""What each process has told last, by `Owner.key`."""
+Activities = Mapping[str, SeenActivity]
+"""The last one of each process, by `Owner.key`."""
 
-_NEVER = Told(float("-inf"))
+_NEVER = SeenActivity(float("-inf"))
 _RECORD, _ACTIVITY = TypeAdapter(Record), TypeAdapter(Activity)
 
 
@@ -270,17 +269,17 @@ def _first(error: ValidationError) -> str:
 # ---- what the policy sees ----
 
 
-def snapshot(record: Record, telling: Telling, now: float) -> Device:
+def snapshot(record: Record, activities: Activities, now: float) -> Device:
     """Returns the device as a policy sees it. Intents of silent workers are left out.
 
     What workers hold while they sleep belongs neither to the device's memory nor to that of their models there.
     """
     models = {one.id: _model(one, pinned=one.id in record.pins) for one in record.entries}
-    told = {one.id: telling.get(one.owner.key, _NEVER) for one in record.entries}
+    seen = {one.id: activities.get(one.owner.key, _NEVER) for one in record.entries}
     occupants = []
     for one in record.entries:
-        activity = told[one.id].activity
-        if one.state is not None:
+        activity = seen[one.id].activity
+        if one.state is not ModelState.ASLEEP:
             occupants.append(
                 Occupant(
                     models[one.id],
@@ -292,23 +291,23 @@ def snapshot(record: Record, telling: Telling, now: float) -> Device:
                     activity.deadlines,
                     activity.drain_s,
                     activity.arrivals_per_s,
-                    not _is_silent(told[one.id], now),
+                    not _is_silent(seen[one.id], now),
                 )
             )
     intents = []
     for waiting in record.intents:
-        one, activity = record.get(waiting.worker), told[waiting.worker].activity
-        if one.state is State.WAKING or _is_silent(told[one.id], now):
+        one, activity = record.get(waiting.worker), seen[waiting.worker].activity
+        if one.state is ModelState.WAKING or _is_silent(seen[one.id], now):
             continue
         wake_s = one.staged_wake_s if activity.staged_bytes else one.wake_s
-        deadlines = () if one.state is State.DRAINING else activity.deadlines  # those are of running requests
+        deadlines = () if one.state is ModelState.DRAINING else activity.deadlines  # those are of running requests
         intents.append(Intent(models[one.id], waiting.since_s, waiting.latest_s, deadlines, wake_s))
     memory_bytes = record.total_bytes - sum(one.held_bytes for one in record.entries)
     return Device(memory_bytes, list(models.values()), occupants, intents)
 
 
-def _is_silent(told: Told, now: float) -> bool:
-    return now - told.seen_s >= SILENT_S
+def _is_silent(seen: SeenActivity, now: float) -> bool:
+    return now - seen.seen_s >= SILENT_S
 
 
 def _model(one: Entry, *, pinned: bool) -> Model:
@@ -345,7 +344,7 @@ def without(record: Record, owners: Collection[Owner]) -> Record:
     return replace(record, entries=left, intents=tuple(one for one in record.intents if one.worker in names))
 
 
-def entered(record: Record, worker: str, state: State | None, since_s: float, needed_by: str = "") -> Record:
+def entered(record: Record, worker: str, state: ModelState, since_s: float, needed_by: str = "") -> Record:
     """Moves a worker to a state."""
     entries = [
         replace(one, state=state, since_s=since_s, needed_by=needed_by) if one.id == worker else one
@@ -362,12 +361,12 @@ def fits(record: Record, entry: Entry, memory_bytes: int) -> bool:
 def woken(record: Record, worker: str, now: float) -> Record:
     """Gives a worker the wake lock; no change if it can't have it."""
     entry = record.find(worker)
-    locked = any(one.state is State.WAKING for one in record.entries)
-    if entry is None or entry.state is not None or locked or now < record.settles_at_s:
+    locked = any(one.state is ModelState.WAKING for one in record.entries)
+    if entry is None or entry.state is not ModelState.ASLEEP or locked or now < record.settles_at_s:
         return record
     if not fits(record, entry, entry.memory_bytes):
         return record
-    return entered(record, worker, State.WAKING, now)
+    return entered(record, worker, ModelState.WAKING, now)
 
 
 def drained(record: Record, worker: str, needed_by: str, now: float) -> Record:
@@ -377,18 +376,18 @@ def drained(record: Record, worker: str, needed_by: str, now: float) -> Record:
     two busy workers that each take the other one for the better victim would never agree.
     """
     entry = record.find(worker)
-    if entry is None or entry.state is not State.SERVING:
+    if entry is None or entry.state is not ModelState.SERVING:
         return record
-    return entered(record, worker, State.DRAINING, now, needed_by)
+    return entered(record, worker, ModelState.DRAINING, now, needed_by)
 
 
 def serves(record: Record, worker: str, since_s: float) -> Record:
     """A worker serves, and so has no intent any more. Its `min_runtime` is counted from `since_s`."""
-    return unwanted(entered(record, worker, State.SERVING, since_s), worker)
+    return unwanted(entered(record, worker, ModelState.SERVING, since_s), worker)
 
 
 def wanted(
-    record: Record, worker: str, telling: Telling, now: float, since_s: float | None = None, latest_s: float = 0.0
+    record: Record, worker: str, activities: Activities, now: float, since_s: float | None = None, latest_s: float = 0.0
 ) -> Record:
     """Writes a worker's intent, unless it has one.
 
@@ -402,7 +401,7 @@ def wanted(
         before = [one for one in record.intents if one.since_s <= since_s]
         return replace(record, intents=(*before, mine, *(one for one in record.intents if one.since_s > since_s)))
     drafted = replace(record, intents=(*record.intents, Waiting(worker, now, now)))
-    device = snapshot(drafted, telling, now)
+    device = snapshot(drafted, activities, now)
     mine = Waiting(worker, now, now + longest_wait_s(device, device.intents, now))
     return replace(record, intents=(*record.intents, mine))
 
@@ -423,16 +422,16 @@ def measured(record: Record, fingerprint: str, memory_bytes: int) -> Record:
     return replace(record, measured={**record.measured, fingerprint: memory_bytes})
 
 
-def drops_staged(record: Record, telling: Telling, worker: str, staging_bytes: int, now: float) -> bool:
+def drops_staged(record: Record, activities: Activities, worker: str, staging_bytes: int, now: float) -> bool:
     """Whether a worker must drop its staged weights: together they exceed the budget, and its own are the least
     recently used."""
     staged: list[tuple[float, str, int]] = []
     for one in record.entries:
-        told = telling.get(one.owner.key, _NEVER)
-        if told.activity.staged_bytes:
-            staged.append((told.activity.last_access_s, one.id, told.activity.staged_bytes))
+        activity = activities.get(one.owner.key, _NEVER).activity
+        if activity.staged_bytes:
+            staged.append((activity.last_access_s, one.id, activity.staged_bytes))
     excess = sum(size for _, _, size in staged) - staging_bytes
-    for _, name, size in sorted(_free_to_drop(staged, record, telling, now)):
+    for _, name, size in sorted(_free_to_drop(staged, record, activities, now)):
         if excess <= 0:
             return False
         if name == worker:
@@ -442,12 +441,12 @@ def drops_staged(record: Record, telling: Telling, worker: str, staging_bytes: i
 
 
 def _free_to_drop(
-    staged: Iterable[tuple[float, str, int]], record: Record, telling: Telling, now: float
+    staged: Iterable[tuple[float, str, int]], record: Record, activities: Activities, now: float
 ) -> Sequence[tuple[float, str, int]]:
     """Leaves out workers that are waking from their staged weights, and silent ones, which drop nothing."""
     free = {
         one.id
         for one in record.entries
-        if one.state is not State.WAKING and not _is_silent(telling.get(one.owner.key, _NEVER), now)
+        if one.state is not ModelState.WAKING and not _is_silent(activities.get(one.owner.key, _NEVER), now)
     }
     return [one for one in staged if one[1] in free]

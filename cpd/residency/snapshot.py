@@ -36,13 +36,19 @@ class Model:
     sleep_s: float = 0.0
 
 
-class State(StrEnum):
-    """State of an occupant."""
+class ModelState(StrEnum):
+    """State of a model on a device; see the module."""
 
+    ASLEEP = "asleep"
     WAKING = "waking"
     SERVING = "serving"
     DRAINING = "draining"
     SLEEPING = "sleeping"
+
+    @property
+    def has_memory(self) -> bool:
+        """True if steps can be computed, and pages be read and written."""
+        return self in (ModelState.SERVING, ModelState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Occupant:
     """A model whose memory is taken.
 
     Attributes:
+        state: Not `asleep`.
         since_s: When its state began.
         last_access_s: When its last request arrived.
         running: Number of its running requests.
@@ -61,7 +68,7 @@ class Occupant:
     """
 
     model: Model
-    state: State
+    state: ModelState
     since_s: float
     last_access_s: float = 0.0
     running: int = 0

@@ -3,11 +3,11 @@
 A turn brings the record up to what the worker knows about itself, asks the policy, and carries out in the record what
 concerns this worker. The worker then writes the record by compare-and-swap, and only if that succeeds acts on it:
 
-    in the record   the worker's memory   it
+    in the record   really                it
     waking          asleep                loads the model
-    draining        awake                 takes no new requests
-    serving         awake                 takes requests
-    sleeping        awake                 parks what still runs, and frees the memory
+    draining        serving               takes no new requests
+    serving         draining              takes requests again
+    sleeping        serving or draining   parks what still runs, and frees the memory
 
 If the write fails, somebody else has changed the record: the turn begins again with that record. So it does not matter
 which worker looks when, and there is no leader that could be lost. Of the policy's actions for others only `Drain` is
@@ -15,12 +15,11 @@ carried out (`record.drained`).
 """
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from cpd.residency.record import (
+    Activities,
     Entry,
     Record,
-    Telling,
     drained,
     entered,
     fits,
@@ -33,16 +32,7 @@ from cpd.residency.record import (
     wanted,
     woken,
 )
-from cpd.residency.snapshot import Action, Drain, Fail, ResidencyPolicy, Sleep, Stage, State, Wake
-
-
-class Phase(StrEnum):
-    """What a worker's memory really is."""
-
-    ASLEEP = "asleep"
-    LOADING = "loading"
-    AWAKE = "awake"
-    FREEING = "freeing"
+from cpd.residency.snapshot import Action, Drain, Fail, ModelState, ResidencyPolicy, Sleep, Stage, Wake
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +40,26 @@ class Own:
     """What a worker knows about itself.
 
     Attributes:
-        entry: Its description. `state`, `since_s` and `needed_by` are those of the record.
+        entry: Its description, without `state`, `since_s` and `needed_by`: these are of the record only.
         total_bytes: The device's memory by its settings.
-        phase: What its memory really is.
+        state: What it really is.
         fingerprint: Under which `Record.measured` has its memory.
         measured: Whether `entry.memory_bytes` was measured, and not estimated.
         starts: It has not served yet.
         wants: It starts, has requests that wait, or was woken by hand.
         sleep: It was sent to sleep by hand.
-        drains: It takes no new requests at present.
         pin: Whether nobody may displace it; None: as the record has it.
         intent_s: When its intent was written, and until when it was promised to serve; None: it has none.
     """
 
     entry: Entry
     total_bytes: int
-    phase: Phase = Phase.ASLEEP
+    state: ModelState = ModelState.ASLEEP
     fingerprint: str = ""
     measured: bool = False
     starts: bool = False
     wants: bool = False
     sleep: bool = False
-    drains: bool = False
     pin: bool | None = None
     intent_s: tuple[float, float] | None = None
 
@@ -112,24 +100,24 @@ def refusal(record: Record, own: Own) -> str:
     return ""
 
 
-def turn(record: Record, telling: Telling, own: Own, policy: ResidencyPolicy, now: float) -> Turn:
+def turn(record: Record, activities: Activities, own: Own, policy: ResidencyPolicy, now: float) -> Turn:
     """Takes a worker's turn.
 
     Args:
         record: As it was read, without the processes that are proved gone.
-        telling: What all workers told last, this one just now.
+        activities: The last ones of all workers, its own from just now.
     """
     mine = record.of(own.entry.owner)
     worker = own.entry.id if mine is None else mine.id
-    record = _brought_up(record, telling, own, worker, now)
+    record = _brought_up(record, activities, own, worker, now)
     failed, stage, check_at_s = "", False, record.settles_at_s
     while now >= record.settles_at_s:
-        decision = policy.decide(snapshot(record, telling, now), now)
+        decision = policy.decide(snapshot(record, activities, now), now)
         check_at_s = decision.check_at_s
-        before = record
+        before, asleep = record, record.get(worker).state is ModelState.ASLEEP
         for action in decision.actions:
             match action:
-                case Fail(model=name, reason=reason) if name == worker and record.get(worker).state is None:
+                case Fail(model=name, reason=reason) if name == worker and asleep:
                     record, failed = unwanted(record, worker), reason
                 case Stage(model=name) if name == worker:
                     stage = True
@@ -144,29 +132,29 @@ def _carried_out(record: Record, own: Own, worker: str, action: Action, now: flo
     match action:
         case Drain(model=victim, needed_by=needed_by):
             return drained(record, victim, needed_by, now)
-        case Wake(model=name) if name == worker and own.phase is Phase.ASLEEP:
+        case Wake(model=name) if name == worker and own.state is ModelState.ASLEEP:
             return woken(record, worker, now)
-        case Sleep(model=name) if name == worker and own.phase is Phase.AWAKE:
-            return entered(record, worker, State.SLEEPING, now)
+        case Sleep(model=name) if name == worker and own.state.has_memory:
+            return entered(record, worker, ModelState.SLEEPING, now)
     return record
 
 
-def _brought_up(record: Record, telling: Telling, own: Own, worker: str, now: float) -> Record:
+def _brought_up(record: Record, activities: Activities, own: Own, worker: str, now: float) -> Record:
     """Brings the record up to what the worker knows about itself."""
     record = _described(record, own, worker, now)
-    record = _in_phase(record, own, worker, now)
+    record = _in_state(record, own, worker, now)
     if own.pin is not None:
         record = pinned(record, worker, own.pin)
     if own.sleep:
         record = drained(record, worker, "", now)
     entry = record.get(worker)
-    if entry.state is State.DRAINING and entry.needed_by and all(one.worker == worker for one in record.intents):
+    if entry.state is ModelState.DRAINING and entry.needed_by and all(one.worker == worker for one in record.intents):
         return serves(record, worker, now)  # nobody needs the memory any more
-    if entry.state in (State.WAKING, State.SERVING):
+    if entry.state in (ModelState.WAKING, ModelState.SERVING):
         return record
     if not own.wants:
         return unwanted(record, worker)
-    return wanted(record, worker, telling, now, *(own.intent_s or ()))
+    return wanted(record, worker, activities, now, *(own.intent_s or ()))
 
 
 def _described(record: Record, own: Own, worker: str, now: float) -> Record:
@@ -179,11 +167,11 @@ def _described(record: Record, own: Own, worker: str, now: float) -> Record:
     if record.of(own.entry.owner) is None:
         if not record.entries:
             record = replace(record, total_bytes=own.total_bytes)
-        return joined(record, replace(own.entry, memory_bytes=memory_bytes, state=None, since_s=now, needed_by=""))
+        return joined(record, replace(own.entry, memory_bytes=memory_bytes, since_s=now))
     before = record.get(worker)
     # While it has its memory, it reserves more only if that is free.
-    has_memory = before.state is not None and own.phase is not Phase.ASLEEP
-    if has_memory and not (own.measured and fits(record, before, memory_bytes)):
+    holds = ModelState.ASLEEP not in (before.state, own.state)
+    if holds and not (own.measured and fits(record, before, memory_bytes)):
         memory_bytes = before.memory_bytes
     described = replace(
         own.entry,
@@ -196,22 +184,18 @@ def _described(record: Record, own: Own, worker: str, now: float) -> Record:
     return replace(record, entries=tuple(described if one.id == worker else one for one in record.entries))
 
 
-def _in_phase(record: Record, own: Own, worker: str, now: float) -> Record:
-    """Brings the worker's state in line with what its memory is."""
+def _in_state(record: Record, own: Own, worker: str, now: float) -> Record:
+    """Brings the worker's state in the record in line with what it really is."""
     entry = record.get(worker)
-    match own.phase:
-        case Phase.ASLEEP if entry.state is not None:  # it has gone to sleep, or a wake failed
-            return entered(record, worker, None, now)
-        case Phase.LOADING if entry.state is not State.WAKING:  # the record was lost
-            return entered(record, worker, State.WAKING, now)
-        case Phase.FREEING if entry.state is not State.SLEEPING:
-            return entered(record, worker, State.SLEEPING, now)
-        case Phase.AWAKE if entry.state is State.WAKING:
-            if entry.memory_bytes < own.entry.memory_bytes and own.measured:
-                # It takes more than was reserved for it, and more than is free: it wakes again when that much is.
-                return entered(record, worker, State.SLEEPING, now)
-            # A start has no requests yet, and so loses nothing if it is displaced at once.
-            return serves(record, worker, now - entry.min_runtime_s if own.starts else now)
-        case Phase.AWAKE if entry.state is None or entry.state is State.SLEEPING:  # lost: the record, or an answer
-            return entered(record, worker, State.DRAINING if own.drains else State.SERVING, now)
+    if not own.state.has_memory:
+        # Otherwise it has gone to sleep, or a wake has failed; or the record was lost.
+        return record if entry.state is own.state else entered(record, worker, own.state, now)
+    if entry.state is ModelState.WAKING:
+        if entry.memory_bytes < own.entry.memory_bytes and own.measured:
+            # It takes more than was reserved for it, and more than is free: it wakes again when that much is.
+            return entered(record, worker, ModelState.SLEEPING, now)
+        # A start has no requests yet, and so loses nothing if it is displaced at once.
+        return serves(record, worker, now - entry.min_runtime_s if own.starts else now)
+    if entry.state in (ModelState.ASLEEP, ModelState.SLEEPING):  # lost: the record, or an answer
+        return entered(record, worker, own.state, now)
     return record

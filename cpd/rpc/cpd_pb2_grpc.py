@@ -78,6 +78,7 @@ class AdminServicer:
 
     def SetRole(self, request, context):
         """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on.
+        FAILED_PRECONDITION: the worker's device is shared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,9 @@ class AdminStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
     """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.SetRoleRequest, _cpd_pb2.SetRoleReply]
-    """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
+    """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on.
+    FAILED_PRECONDITION: the worker's device is shared.
+    """
     Sleep: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.SleepRequest, _cpd_pb2.SleepReply]
     """Answer at once; the load report says when it is done. FAILED_PRECONDITION: the worker's device is not shared.
     drains, parks what still runs, and frees the device's memory
@@ -64,7 +66,9 @@ class AdminAsyncStub(AdminStub):
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
     """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
     SetRole: _aio.UnaryUnaryMultiCallable[_cpd_pb2.SetRoleRequest, _cpd_pb2.SetRoleReply]  # type: ignore[assignment]
-    """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
+    """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on.
+    FAILED_PRECONDITION: the worker's device is shared.
+    """
     Sleep: _aio.UnaryUnaryMultiCallable[_cpd_pb2.SleepRequest, _cpd_pb2.SleepReply]  # type: ignore[assignment]
     """Answer at once; the load report says when it is done. FAILED_PRECONDITION: the worker's device is not shared.
     drains, parks what still runs, and frees the device's memory
@@ -91,7 +95,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.SetRoleReply, _abc.Awaitable[_cpd_pb2.SetRoleReply]]:
-        """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
+        """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on.
+        FAILED_PRECONDITION: the worker's device is shared.
+        """
 
     @_abc_1.abstractmethod
     def Sleep(

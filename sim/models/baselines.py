@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cpd.residency.rule import Rule
-from cpd.residency.snapshot import Action, Decision, Device, Fail, Fairness, Model, SleepSettings, State, Wake
+from cpd.residency.snapshot import Action, Decision, Device, Fail, Fairness, Model, ModelState, SleepSettings, Wake
 
 _SWAP_AT_ONCE = Fairness(min_runtime_s=0, max_wait_time_s=0)
 _REQUESTS_END = SleepSettings(drain_timeout_s=1e9)
@@ -48,7 +48,7 @@ class Static:
             if model.memory_bytes <= left:
                 awake.add(model.name)
                 left -= model.memory_bytes
-        locked = any(one.state is State.WAKING for one in device.occupants)
+        locked = any(one.state is ModelState.WAKING for one in device.occupants)
         actions: list[Action] = []
         for intent in device.intents:
             name = intent.model.name

@@ -18,11 +18,11 @@ from cpd.residency.snapshot import (
     Drain,
     Fail,
     Intent,
+    ModelState,
     Occupant,
     ResidencyPolicy,
     Sleep,
     Stage,
-    State,
     Wake,
 )
 from sim.events import Events
@@ -42,7 +42,6 @@ class _Resident:
     """A model on the device.
 
     Attributes:
-        state: None while it is asleep.
         since_s: When the state began.
         waiting: Requests that wait until it serves.
         intent_s: When its intent was written, and until when it was promised to serve; None: it has none.
@@ -51,7 +50,7 @@ class _Resident:
 
     model: SimulatedModel
     engine: FluidEngine
-    state: State | None = None
+    state: ModelState = ModelState.ASLEEP
     since_s: float = 0.0
     last_access_s: float = 0.0
     waiting: deque[Request] = field(default_factory=deque)
@@ -104,7 +103,7 @@ class SimDevice:
         resident = self._residents[name]
         resident.arrivals = resident.arrivals_per_s(now) * _MEMORY_S + 1
         resident.arrivals_at_s = resident.last_access_s = now
-        if resident.state is State.SERVING:
+        if resident.state is ModelState.SERVING:
             self._advance()
             resident.engine.add(request)
             self._schedule()
@@ -147,12 +146,12 @@ class SimDevice:
                 one.arrivals_per_s(now),
             )
             for one in self._residents.values()
-            if one.state is not None
+            if one.state is not ModelState.ASLEEP
         ]
         intents = [
             Intent(one.model.spec, *one.intent_s, self._deadlines(one), self._wake_s(one))
             for one in self._order
-            if one.intent_s is not None and one.state is not State.WAKING
+            if one.intent_s is not None and one.state is not ModelState.WAKING
         ]
         return Device(settings.device_memory, self._specs, occupants, intents)
 
@@ -188,16 +187,16 @@ class SimDevice:
         match action:
             case Wake():
                 self.wakes += 1
-                self._enter(resident, State.WAKING)
+                self._enter(resident, ModelState.WAKING)
                 self._events.after(self._wake_s(resident), self._woken, resident)
             case Drain():
-                self._enter(resident, State.DRAINING)
+                self._enter(resident, ModelState.DRAINING)
             case Sleep():
                 self._advance()
                 parked = resident.engine.park(self._settings.parked_kv == "copy")
                 for request in parked:
                     self._wait(resident, request)
-                self._enter(resident, State.SLEEPING)
+                self._enter(resident, ModelState.SLEEPING)
                 kv_s = self._kv_s(resident, sum(one.kv_tokens for one in parked))
                 self._events.after(self._settings.sleep_s + kv_s, self._asleep, resident)
                 self._schedule()
@@ -212,7 +211,7 @@ class SimDevice:
                     self._ended(action.model, request)
                 resident.waiting.clear()
 
-    def _enter(self, resident: _Resident, state: State | None) -> None:
+    def _enter(self, resident: _Resident, state: ModelState) -> None:
         resident.state, resident.since_s = state, self._events.now
 
     def _wait(self, resident: _Resident, request: Request) -> None:
@@ -220,7 +219,7 @@ class SimDevice:
         now = self._events.now
         request.waiting_since_s = now
         resident.waiting.append(request)
-        if resident.intent_s is None and resident.state is not State.WAKING:
+        if resident.intent_s is None and resident.state is not ModelState.WAKING:
             self._order.append(resident)
             resident.intent_s = now, now
             snapshot = self._snapshot()
@@ -237,7 +236,7 @@ class SimDevice:
         now = self._events.now
         self._advance()
         self._close_intent(resident)
-        self._enter(resident, State.SERVING)
+        self._enter(resident, ModelState.SERVING)
         resident.staged_bytes = 0.0
         for request in resident.waiting:
             if request.waiting_since_s is not None:
@@ -249,12 +248,12 @@ class SimDevice:
         self.decide()
 
     def _asleep(self, resident: _Resident) -> None:
-        self._enter(resident, None)
+        self._enter(resident, ModelState.ASLEEP)
         self.decide()
 
     def _staged(self, resident: _Resident) -> None:
         self._staging = None
-        if resident.state is not State.WAKING:
+        if resident.state is not ModelState.WAKING:
             resident.staged_bytes = resident.model.weights_bytes
         self.decide()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cpd.residency.snapshot import ModelState
 from cpd.rpc import cpd_pb2 as pb
 from tests.decode_worker import duo, pair
 from tests.decode_worker.duo import TARGET, TOKENS, let_go
@@ -15,7 +16,6 @@ from tests.engine.fakes import make_request, prompt
 from tests.waiting import DEADLINE_S, eventually
 from tests.worker.cluster import Running
 from worker.context import EXIT_RESTART
-from worker.resident import ModelState
 from worker.sleeper import ResidencyError, Sleeper
 
 SHARED: dict[str, Any] = {"device_memory": 1 << 30}
@@ -36,8 +36,7 @@ async def falls_asleep(worker: Running) -> "asyncio.Task[int]":
 
 
 class TestRemotePrefill:
-    @pytest.mark.parametrize("host_pages", [0, 200])
-    @pytest.mark.parametrize("n", [1, 3])
+    @pytest.mark.parametrize(("n", "host_pages"), [(1, 0), (3, 200)])
     @pytest.mark.parametrize("stage", pair.Stage)
     async def test_the_decode_worker_sleeps_in_every_stage(
         self, redis_url: str, stage: pair.Stage, n: int, host_pages: int

@@ -16,6 +16,7 @@ from cpd.common.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.model_commands import models_table, pin, show_models, sleep, wake
+from deploy.role import set_role
 from deploy.state import ClusterDir, ClusterState
 from tests.deploy.test_cluster_status import served
 
@@ -56,8 +57,9 @@ class Worker(rpc.AdminServicer):
         raise NotImplementedError
 
     def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleReply:  # noqa: N802
-        """Is not called."""
-        raise NotImplementedError
+        """Records the call, or refuses it."""
+        self._hear("role", context)
+        return pb.SetRoleReply()
 
     def Trace(self, request: pb.TraceRequest, context: Any) -> pb.TraceReply:  # noqa: N802
         """Is not called."""
@@ -153,6 +155,15 @@ def test_a_model_stands_for_all_its_workers(cluster: dict[str, Worker], name: st
 def test_the_error_says_what_is_wrong(cluster: dict[str, Worker], name: str, reason: str) -> None:
     with pytest.raises(CPDError, match=reason):
         sleep("c", name)
+
+
+def test_a_worker_on_a_shared_device_keeps_its_role() -> None:
+    worker = Worker("models share this worker's device")
+    with (
+        listening(worker) as address,
+        pytest.raises(CPDError, match="worker w refuses: models share this worker's device"),
+    ):
+        set_role("w", address, KEY, "prefill")
 
 
 def test_a_model_without_workers_can_not_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import Ledger
 from cpd.residency.record import Record
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from tests.e2e.client import Answer, begin, client, complete
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import IDLE_S, TELL_S, TOKEN, FaultCluster
@@ -63,8 +63,8 @@ class Step(Enum):
 
 
 _IN_RECORD: Mapping[Step, Callable[[Record], bool]] = {
-    Step.WAITING: lambda record: record.intent_of(WAKER) is not None and _state(record, VICTIM) is State.SERVING,
-    Step.DRAINING: lambda record: _state(record, VICTIM) is State.DRAINING,
+    Step.WAITING: lambda record: record.intent_of(WAKER) is not None and _state(record, VICTIM) is ModelState.SERVING,
+    Step.DRAINING: lambda record: _state(record, VICTIM) is ModelState.DRAINING,
 }
 """Steps that last for a while by themselves, and how they are seen."""
 
@@ -252,7 +252,10 @@ def _difference(cluster: SharedDevice, record: Record | None) -> str:
         return str(record)
     for one in record.entries:
         pool_bytes = cluster.pool_bytes(one.id)
-        if one.state not in (None, State.SERVING) or abs(one.reserved_bytes - pool_bytes) > SLACK_BYTES:
+        if (
+            one.state not in (ModelState.ASLEEP, ModelState.SERVING)
+            or abs(one.reserved_bytes - pool_bytes) > SLACK_BYTES
+        ):
             return f"{one}, and {pool_bytes} bytes are in memory"
     return ""
 
@@ -276,7 +279,7 @@ def _prompt(oracle: Oracle) -> list[int]:
     return prompt
 
 
-def _state(record: Record, worker: str) -> State | None:
+def _state(record: Record, worker: str) -> ModelState | None:
     found = record.find(worker)
     return None if found is None else found.state
 

@@ -1,6 +1,8 @@
 """A worker's engine without a model: the fake runner of the engine's tests over memory that transports can reach."""
 
 import asyncio
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,15 +82,18 @@ class FakeModelMemory:
 
     Attributes:
         error: Raised by the next `restore` or `stage`.
+        full: `populate_pool` finds too little memory.
     """
 
     def __init__(self, runner: SharedRunner) -> None:
         self.error: CPDError | None = None
+        self.full = False
+        self.num_bytes = runner.memory.nbytes
         self.staged_bytes = 0
         self._runner = runner
 
     def resident_bytes(self) -> int:
-        return self._runner.memory.nbytes if self._runner.has_memory else 0
+        return self.num_bytes if self._runner.has_memory else 0
 
     def release(self) -> None:
         self._runner.memory[:] = GARBAGE
@@ -100,6 +105,8 @@ class FakeModelMemory:
 
     def populate_pool(self) -> None:
         assert self._runner.has_memory
+        if self.full:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     def stage(self) -> None:
         self._fail()

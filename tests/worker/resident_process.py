@@ -1,13 +1,16 @@
 """`python -m tests.worker.resident_process URL CLUSTER NAME TOTAL SIZE`: a worker whose model is only memory.
 
-Reads a line for each request from standard input: the seconds that it runs. Says `begun` when it serves.
+Reads a line for each request from standard input: the seconds that it runs. When it serves, it says so and how much
+memory it took before it loaded.
 """
 
 import asyncio
 import mmap
+import os
 import sys
 import time
 from itertools import count
+from pathlib import Path
 
 import uvloop
 from redis.asyncio import Redis
@@ -19,9 +22,10 @@ from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import Ledger
 from cpd.residency.record import Entry, Owner
 from cpd.residency.rule import Rule
+from cpd.residency.snapshot import ModelState
 from cpd.residency.turn import Own
 from worker.residency import Residency
-from worker.resident import Facts, ModelState
+from worker.resident import Facts
 
 SECRET = ClusterSecret("the secret of the tests")
 STEP_S = 0.4
@@ -102,9 +106,15 @@ class Model:
         return Facts(len(self._waiting), len(self._running), 0, [], 0.0, 0.0, self._last_access, 0)
 
 
+def private_bytes(pid: int) -> int:
+    """Returns the resident memory that a process shares with no other."""
+    _, resident, shared = map(int, Path(f"/proc/{pid}/statm").read_text().split()[:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 async def run(url: str, cluster: str, name: str, total: int, size: int) -> None:
     redis = Redis.from_url(url, socket_timeout=0.7, socket_connect_timeout=0.7, retry=Retry(NoBackoff(), 0))
-    times = {"min_runtime_s": 0.5, "max_wait_time_s": 0.5, "drain_timeout_s": 0.5, "wake_s": STEP_S, "sleep_s": STEP_S}
+    times = {"min_runtime_s": 0.3, "max_wait_time_s": 0.3, "drain_timeout_s": 0.3, "wake_s": STEP_S, "sleep_s": STEP_S}
     entry = Entry(name, name, "combined", Owner.of(ProcessIdentity.own()), size, **times)  # type: ignore[arg-type]
     failed = asyncio.get_running_loop().create_future()
     residency = Residency(
@@ -117,8 +127,9 @@ async def run(url: str, cluster: str, name: str, total: int, size: int) -> None:
     )
     model = Model(size)
     await residency.take_turn()
+    before = private_bytes(os.getpid())
     await residency.begin(model, model.load())
-    sys.stdout.write("begun\n")
+    sys.stdout.write(f"begun, before it took {before}\n")
     sys.stdout.flush()
 
     async def requests() -> None:

@@ -12,10 +12,11 @@ from cpd.residency.ledger import Ledger
 from cpd.residency.predicted import Predicted
 from cpd.residency.record import Entry, Owner
 from cpd.residency.rule import Rule
+from cpd.residency.snapshot import ModelState
 from cpd.residency.turn import Own
 from tests.waiting import DEADLINE_S, eventually
 from worker.residency import Residency
-from worker.resident import Facts, ModelState
+from worker.resident import Facts
 
 GIB = 1 << 30
 
@@ -37,7 +38,7 @@ class FakeResident:
 
     Attributes:
         log: What it was told, in order.
-        fails: The next wake raises this.
+        fails: The next wakes raise these.
         held: What it does not give back when it sleeps.
         gate: Wakes and sleeps wait for it.
     """
@@ -48,7 +49,7 @@ class FakeResident:
         self.waiting = self.running = self.staged = self.held = 0
         self.last_access = time.monotonic()
         self.log: list[str] = []
-        self.fails: Exception | None = None
+        self.fails: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -56,10 +57,9 @@ class FakeResident:
         self.log.append("wake")
         self.state = ModelState.WAKING
         await self.gate.wait()
-        if self.fails is not None:
+        if self.fails:
             self.state = ModelState.ASLEEP
-            failure, self.fails = self.fails, None
-            raise failure
+            raise self.fails.pop(0)
         self.memory.take(self.name, self.size)
         self.state = ModelState.SERVING
         self.running, self.waiting = self.running + self.waiting, 0

@@ -16,11 +16,12 @@ from redis.backoff import NoBackoff
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.process_identity import ProcessIdentity
 from cpd.residency.record import Owner, Record
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.cpd.residency.world import entry
 from tests.waiting import eventually
 from tests.worker.residents import Memory, SharingWorker
+from worker import residency
 
 TOTAL = 10
 _numbers = count()
@@ -137,18 +138,53 @@ async def test_an_idle_model_sleeps_by_itself(make: MakeWorker) -> None:
     assert (await record_of(a)).reserved_bytes == 0
 
 
-async def test_a_wake_that_fails_fails_those_that_wait_and_the_next_request_tries_again(make: MakeWorker) -> None:
+async def test_a_wake_that_fails_is_tried_once_more_and_those_that_wait_are_served(make: MakeWorker) -> None:
     a, b = make(6), make(6)
     await a.start()
     await b.start()
-    a.resident.fails = CheckpointError("model.safetensors is missing")
+    a.resident.fails = [CheckpointError("the staged copy of the weights is damaged")]
+    a.request()
+    await a.becomes("serving")
+    assert a.failed == []
+    assert a.resident.running == 1
+    assert a.residency.report().wakes == 1
+
+
+async def test_a_wake_that_fails_again_fails_those_that_wait_and_the_next_ones_at_once(
+    make: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "AGAIN_S", 0.05)
+    a, b = make(6), make(6)
+    await a.start()
+    await b.start()
+    a.resident.fails = [CheckpointError(f"model.safetensors is missing {time}") for time in ("once", "twice")]
     a.request()
     await eventually(lambda: bool(a.failed))
-    assert a.failed == ["model.safetensors is missing"]
+    assert a.failed == ["model.safetensors is missing twice"]
     await eventually(lambda: a.state == "asleep")
     b.request()
     await b.becomes("serving")
     b.resident.running = 0
+    wakes, sleeps = a.resident.log.count("wake"), b.resident.log.count("sleep")
+    a.request()
+    await eventually(lambda: a.resident.waiting == 0)
+    assert a.failed == ["model.safetensors is missing twice"] * 2
+    assert (a.resident.log.count("wake"), b.resident.log.count("sleep")) == (wakes, sleeps)  # nobody was displaced
+    a.residency.wake()
+    await a.becomes("serving")
+
+
+async def test_after_a_while_the_next_request_tries_to_wake_the_model_again(
+    make: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "AGAIN_S", 0.0)
+    monkeypatch.setattr(residency, "REST_S", 0.0)
+    a, b = make(6), make(6)
+    await a.start()
+    await b.start()
+    a.resident.fails = [CheckpointError("model.safetensors is missing")] * 2
+    a.request()
+    await eventually(lambda: bool(a.failed))
     a.request()
     await a.becomes("serving")
 
@@ -205,7 +241,7 @@ async def test_memory_that_a_dead_process_had_reserved_is_given_on(
     a = make(6)
     own = ProcessIdentity.own()
     gone = Owner.of(replace(own, started=own.started - 1))
-    dead = replace(entry(99, 8, state=State.WAKING), id="dead", owner=gone)
+    dead = replace(entry(99, 8, state=ModelState.WAKING), id="dead", owner=gone)
     await a.ledger.change(lambda look: Record(TOTAL, entries=(dead,)))
     with caplog.at_level(logging.INFO):
         await a.start()
@@ -293,3 +329,28 @@ async def test_the_next_model_is_staged_while_its_victim_drains(make: MakeWorker
     b.resident.running = 0
     await a.becomes("serving")
     assert a.resident.log[:2] == ["stage", "wake"]
+
+
+async def test_weights_that_were_dropped_for_another_model_that_waits_are_not_staged_again_before_the_wake(
+    make: MakeWorker,
+) -> None:
+    workers = [make(4, predicted=True, staging=3, drain_timeout_s=60.0, max_wait_time_s=0.5) for _ in range(4)]
+    for one in workers:
+        await one.start()
+    await eventually(lambda: sum(one.state == "asleep" for one in workers) == 2)
+    awake = [one for one in workers if one.is_serving]
+    first, second = (one for one in workers if not one.is_serving)
+    for one in workers:
+        one.resident.staged = 0
+        one.resident.log.clear()
+    for one in (*awake, first):
+        one.request()
+    await eventually(lambda: "stage" in first.resident.log)
+    second.request()
+    await eventually(lambda: "unstage" in first.resident.log)
+    await asyncio.sleep(0.5)
+    assert first.resident.log == ["stage", "unstage"]
+    for one in awake:
+        one.resident.running = 0
+    await first.becomes("serving")
+    await second.becomes("serving")

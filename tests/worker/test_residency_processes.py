@@ -1,4 +1,7 @@
-"""Workers that are killed or stopped at each step of a wake, as processes with real memory."""
+"""Workers that are killed or stopped at each step of a wake, as processes with real memory.
+
+All of them have a request that never ends, so they take turns, and each step comes again and again.
+"""
 
 import asyncio
 import os
@@ -6,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,11 @@ from redis.exceptions import RedisError
 
 from cpd.residency.ledger import Ledger
 from cpd.residency.record import Record
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.waiting import DEADLINE_S
 from tests.worker.processes import ROOT
-from tests.worker.resident_process import SECRET
+from tests.worker.resident_process import SECRET, private_bytes
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +31,7 @@ TOTAL, SIZE = 100 * MIB, 64 * MIB
 SLACK = 20 * MIB
 """Memory that a process takes besides its model."""
 CLUSTER = "residency"
-LONG = "60"
+LONG = "600"
 """A request that is parked before it ends."""
 
 Condition = Callable[[Record], bool]
@@ -48,34 +51,28 @@ class Child:
         )
         self._baseline: int | None = None
 
-    async def begun(self) -> None:
-        """Waits until it has loaded and serves."""
+    async def begin(self) -> None:
+        """Waits until it has loaded and serves, and sends it a request."""
         assert self._process.stdout is not None
-        line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), DEADLINE_S)
-        assert line == "begun\n"
-        self._baseline = self.private() - SIZE
-
-    def request(self, seconds: str) -> None:
-        """Sends it a request."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
+        line = await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), DEADLINE_S)
+        assert line.startswith("begun, before it took ")
+        self._baseline = int(line.split()[-1])
+        self._process.stdin.write(f"{LONG}\n")
         self._process.stdin.flush()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def private(self) -> int:
-        """Resident memory; 0 once it has ended."""
-        try:
-            _, resident, shared = map(int, Path(f"/proc/{self._process.pid}/statm").read_text().split()[:3])
-        except (FileNotFoundError, ProcessLookupError):
-            return 0
-        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
-
     @property
     def taken(self) -> int:
-        """What its model takes, measured."""
-        return max(0, self.private() - (self._baseline or 0)) if self._baseline is not None else 0
+        """What its model takes, measured; 0 once it has ended."""
+        if self._baseline is None:
+            return 0
+        try:
+            return max(0, private_bytes(self._process.pid) - self._baseline)
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
 
     def end(self) -> None:
         self._process.kill()
@@ -87,12 +84,20 @@ class Child:
 
 
 class Device:
-    """The record, and two workers of which one fits."""
+    """The record, and workers of which one fits."""
 
-    def __init__(self, redis: Redis, server: EmbeddedRedis, workers: dict[str, Child]) -> None:
+    def __init__(self, redis: Redis, server: EmbeddedRedis) -> None:
         self.ledger = Ledger(redis, CLUSTER, SECRET, "here")
         self.server = server
-        self.workers = workers
+        self.workers: dict[str, Child] = {}
+
+    async def start(self, *names: str) -> None:
+        """Starts workers, instead of dead ones of these names."""
+        for name in names:
+            if dead := self.workers.get(name):
+                dead.end()
+            self.workers[name] = Child(name, self.server.url)
+        await asyncio.gather(*(self.workers[name].begin() for name in names))
 
     def check_memory(self) -> None:
         """Checks that no memory was given away twice."""
@@ -118,12 +123,16 @@ class Device:
 
     async def serves(self, name: str) -> Record:
         """Waits until a worker serves."""
-        return await self.until(lambda record: state_of(record, name) is State.SERVING)
+        return await self.until(lambda record: state_of(record, name) is ModelState.SERVING)
 
 
-def state_of(record: Record, name: str) -> State | None:
+def state_of(record: Record, name: str) -> ModelState | None:
     found = record.find(name)
     return None if found is None else found.state
+
+
+def is_awake(record: Record, name: str) -> bool:
+    return state_of(record, name) not in (None, ModelState.ASLEEP)
 
 
 @pytest.fixture
@@ -134,98 +143,99 @@ def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @asynccontextmanager
 async def device(server: EmbeddedRedis) -> AsyncIterator[Device]:
-    """A victim that serves a long request, and a waker that sleeps."""
+    """Two workers that take turns."""
     async with Redis.from_url(server.url, socket_timeout=0.7) as redis:
-        await Ledger(redis, CLUSTER, SECRET, "here").start(TOTAL)
-        workers: dict[str, Child] = {}
+        one = Device(redis, server)
+        await one.ledger.start(TOTAL)
         try:
-            for name in ("waker", "victim"):
-                workers[name] = Child(name, server.url)
-                await workers[name].begun()
-            one = Device(redis, server, workers)
-            await one.until(lambda record: state_of(record, "waker") is None)
-            workers["victim"].request(LONG)
+            await one.start("waker", "victim")
             yield one
         finally:
-            for child in workers.values():
+            for child in one.workers.values():
                 child.end()
 
 
+@contextmanager
+def noted(step: str) -> Iterator[None]:
+    """Adds the step to whatever goes wrong in it."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the step: {step}")
+        raise
+
+
 STEPS: dict[str, Condition] = {
-    "waits": lambda record: record.intent_of("waker") is not None and state_of(record, "victim") is State.SERVING,
-    "drains": lambda record: state_of(record, "victim") is State.DRAINING,
-    "sleeps": lambda record: state_of(record, "victim") is State.SLEEPING,
-    "wakes": lambda record: state_of(record, "waker") is State.WAKING,
-    "serves": lambda record: state_of(record, "waker") is State.SERVING,
+    "waits": lambda record: record.intent_of("waker") is not None and state_of(record, "victim") is ModelState.SERVING,
+    "drains": lambda record: state_of(record, "victim") is ModelState.DRAINING,
+    "sleeps": lambda record: state_of(record, "victim") is ModelState.SLEEPING,
+    "wakes": lambda record: state_of(record, "waker") is ModelState.WAKING,
+    "serves": lambda record: state_of(record, "waker") is ModelState.SERVING,
 }
 
 
 @pytest.mark.parametrize("subject", ["waker", "victim"])
-@pytest.mark.parametrize("step", STEPS)
-async def test_what_a_killed_worker_held_is_given_on(server: EmbeddedRedis, step: str, subject: str) -> None:
+async def test_what_a_killed_worker_held_is_given_on_in_each_step(server: EmbeddedRedis, subject: str) -> None:
+    survivor = "victim" if subject == "waker" else "waker"
     async with device(server) as d:
-        d.workers["waker"].request(LONG)
-        await d.until(STEPS[step])
-        d.workers[subject].signal(signal.SIGKILL)
-        survivor = "victim" if subject == "waker" else "waker"
-        d.workers[survivor].request(LONG)
-        record = await d.serves(survivor)
-        record = await d.until(lambda record: record.find(subject) is None)
-        assert record.reserved_bytes == SIZE
-        assert abs(d.workers[survivor].taken - SIZE) < SLACK
-        assert d.workers[subject].taken == 0
+        for step, reached in STEPS.items():
+            with noted(step):
+                await d.until(reached)
+                d.workers[subject].signal(signal.SIGKILL)
+                await d.serves(survivor)
+                record = await d.until(lambda record: record.find(subject) is None)
+                assert record.reserved_bytes == SIZE
+                assert abs(d.workers[survivor].taken - SIZE) < SLACK
+                assert d.workers[subject].taken == 0
+                await d.start(subject)
 
 
 @pytest.mark.parametrize("subject", ["waker", "victim"])
-@pytest.mark.parametrize("step", STEPS)
-async def test_a_stopped_worker_keeps_what_it_holds_and_goes_on_later(
-    server: EmbeddedRedis, step: str, subject: str
+async def test_a_stopped_worker_keeps_what_it_holds_and_goes_on_later_in_each_step(
+    server: EmbeddedRedis, subject: str
 ) -> None:
+    other = "victim" if subject == "waker" else "waker"
     async with device(server) as d:
-        d.workers["waker"].request(LONG)
-        await d.until(STEPS[step])
-        d.workers[subject].signal(signal.SIGSTOP)
-        other = "victim" if subject == "waker" else "waker"
-        d.workers[other].request(LONG)
-        held = state_of(await d.record(), subject) is not None
-        for _ in range(75):
-            d.check_memory()
-            record = await d.record()
-            assert (state_of(record, subject) is not None) == held
-            assert record.reserved_bytes <= TOTAL
-            await asyncio.sleep(0.02)
-        d.workers[subject].signal(signal.SIGCONT)
-        for name in (subject, other, subject):
-            await d.serves(name)
+        for step, reached in STEPS.items():
+            with noted(step):
+                await d.until(reached)
+                d.workers[subject].signal(signal.SIGSTOP)
+                held = is_awake(await d.record(), subject)
+                for _ in range(75):
+                    d.check_memory()
+                    record = await d.record()
+                    assert is_awake(record, subject) == held
+                    assert record.reserved_bytes <= TOTAL
+                    await asyncio.sleep(0.02)
+                d.workers[subject].signal(signal.SIGCONT)
+                for name in (subject, other):
+                    await d.serves(name)
 
 
-@pytest.mark.parametrize("emptied", [True, False])
-@pytest.mark.parametrize("step", ["drains", "wakes"])
-async def test_redis_may_be_stopped_or_emptied_meanwhile(server: EmbeddedRedis, step: str, emptied: bool) -> None:
+async def test_redis_may_be_stopped_or_emptied_meanwhile(server: EmbeddedRedis) -> None:
     async with device(server) as d:
-        d.workers["waker"].request(LONG)
-        await d.until(STEPS[step])
-        if emptied:
-            server.stop()
-            server.start()
-        else:
-            os.kill(server.pid, signal.SIGSTOP)
-            await asyncio.sleep(2)
-            os.kill(server.pid, signal.SIGCONT)
-        for name in ("waker", "victim"):
-            record = await d.serves(name)
-            assert record.reserved_bytes <= TOTAL
-            assert abs(d.workers[name].taken - SIZE) < SLACK
+        for step in ("drains", "wakes"):
+            for emptied in (True, False):
+                with noted(f"{step}, emptied: {emptied}"):
+                    await d.until(STEPS[step])
+                    if emptied:
+                        server.stop()
+                        server.start()
+                    else:
+                        os.kill(server.pid, signal.SIGSTOP)
+                        await asyncio.sleep(2)
+                        os.kill(server.pid, signal.SIGCONT)
+                    for name in ("waker", "victim"):
+                        record = await d.serves(name)
+                        assert record.reserved_bytes <= TOTAL
+                        assert abs(d.workers[name].taken - SIZE) < SLACK
 
 
 async def test_while_a_waiting_worker_is_stopped_others_get_the_memory(server: EmbeddedRedis) -> None:
     async with device(server) as d:
-        d.workers["waker"].request(LONG)
         await d.until(STEPS["waits"])
         d.workers["waker"].signal(signal.SIGSTOP)
-        d.workers["third"] = third = Child("third", server.url)
-        await third.begun()
-        third.request(LONG)
+        await d.start("third")
         await d.serves("third")
         d.workers["waker"].signal(signal.SIGCONT)
         await d.serves("waker")

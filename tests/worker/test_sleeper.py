@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from cpd.common.errors import CheckpointError, ConfigError
+from cpd.residency.snapshot import ModelState
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request
 from kvtransfer.local import LocalNetwork
@@ -19,7 +20,6 @@ from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Answer, Client
 from tests.worker.cluster import Running, running
 from tests.worker.fakes import MAX_MODEL_LEN, FakeModelMemory, Gate, fake_loader
-from worker.resident import ModelState
 from worker.sleeper import ResidencyError, Sleeper
 
 LONG = 300
@@ -214,6 +214,15 @@ class TestWake:
                 assert late.hello.epoch == transport.epoch != before
             assert transport.address != address
 
+    async def test_pages_for_which_there_is_no_memory_yet_are_reserved(
+        self, redis_url: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with one(redis_url) as o:
+            await o.sleeper.sleep()
+            o.memory.full = True
+            assert await o.sleeper.wake() == o.memory.num_bytes
+            assert "the system has no memory for all KV pages: Cannot allocate memory" in caplog.text
+
 
 class TestStaging:
     async def test_the_copy_is_made_and_dropped(self, redis_url: str) -> None:
@@ -317,16 +326,22 @@ class TestByHand:
             await o.router.administer("Pin")
             await eventually(lambda: not o.router.load.residency.pinned)
 
-    async def test_a_wake_that_fails_leaves_the_model_asleep(self, redis_url: str) -> None:
+    async def test_a_wake_that_fails_is_tried_once_more(self, redis_url: str) -> None:
         async with one(redis_url) as o:
             await o.router.administer("Sleep")
             await o.reported(pb.Residency.STATE_ASLEEP)
-            o.memory.error = CheckpointError("the checkpoint is gone")
+            o.memory.error = CheckpointError("the staged copy is damaged")
             await o.router.administer("Wake")
             await eventually(lambda: o.memory.error is None)
-            await eventually(lambda: o.sleeper.state is ModelState.ASLEEP)
-            await o.router.administer("Wake")
             await o.reported(pb.Residency.STATE_SERVING)
+
+    async def test_a_worker_that_shares_its_device_keeps_its_role(self, redis_url: str) -> None:
+        async with one(redis_url) as o:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await o.router.administer("SetRole", role=pb.ROLE_PREFILL)
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "--device-memory" in str(refused.value.details())
+            assert o.router.load.role == pb.ROLE_COMBINED
 
     async def test_a_worker_that_keeps_its_memory_refuses(self, redis_url: str) -> None:
         async with running("combined", redis_url, network=LocalNetwork()) as w, Client(w) as router:

@@ -252,7 +252,7 @@ async def test_a_worker_on_a_shared_device_waits_for_its_turn_and_says_that_it_s
             assert (entry.id, entry.role, entry.owner.pid) == (w.worker.id, "combined", os.getpid())
             memory = w.worker._loaded.model_memory
             assert memory is not None
-            assert entry.memory_bytes == memory.resident_bytes() > 0
+            assert entry.memory_bytes == memory.num_bytes > 0
             await c.done(await c.submit(make_request("a", prompt(20)), 1))
 
 

@@ -11,11 +11,11 @@ from cpd.residency.snapshot import (
     Fail,
     Intent,
     Model,
+    ModelState,
     Occupant,
     ResidencyPolicy,
     Sleep,
     Stage,
-    State,
     Wake,
 )
 from sim.events import Events
@@ -37,7 +37,7 @@ class Resident:
     """A model on the device."""
 
     model: Model
-    state: State | None = None
+    state: ModelState = ModelState.ASLEEP
     since_s: float = 0.0
     last_access_s: float = 0.0
     running: list[Request] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Ledger:
                 arrivals_per_s=0.1,
             )
             for one in self.residents.values()
-            if one.state is not None
+            if one.state is not ModelState.ASLEEP
         ]
         intents = [
             Intent(
@@ -107,13 +107,13 @@ class Ledger:
                 wake_s=self.residents[name].model.wake_s,
             )
             for name, times in self._intents.items()
-            if self.residents[name].state is not State.WAKING
+            if self.residents[name].state is not ModelState.WAKING
         ]
         return Device(self._memory, self._models, occupants, intents)
 
     def _arrive(self, one: Resident, request: Request) -> None:
         one.last_access_s = self.events.now
-        if one.state is State.SERVING:
+        if one.state is ModelState.SERVING:
             self._start(one, request)
         else:
             self._wait(one, request)
@@ -133,7 +133,7 @@ class Ledger:
     def _wait(self, one: Resident, request: Request) -> None:
         now = self.events.now
         one.waiting.append(request)
-        if one.model.name not in self._intents and one.state is not State.WAKING:
+        if one.model.name not in self._intents and one.state is not ModelState.WAKING:
             self._intents[one.model.name] = now, now
             device = self.snapshot()
             self._intents[one.model.name] = now, now + longest_wait_s(device, device.intents, now)
@@ -164,27 +164,29 @@ class Ledger:
         self.log.append((now, action))
         match action:
             case Wake():
-                assert one.state is None
-                assert all(other.state is not State.WAKING for other in self.residents.values()), "two loads at a time"
-                self._enter(one, State.WAKING)
+                assert one.state is ModelState.ASLEEP
+                assert all(other.state is not ModelState.WAKING for other in self.residents.values()), (
+                    "two loads at a time"
+                )
+                self._enter(one, ModelState.WAKING)
                 self.events.after(one.model.wake_s, self._woken, one)
             case Drain():
-                assert one.state is State.SERVING
+                assert one.state is ModelState.SERVING
                 assert not one.model.fairness.popular, "a popular model is displaced"
                 assert now >= one.since_s + one.model.fairness.min_runtime_s, "displaced before its min_runtime"
                 assert action.needed_by != action.model
-                self._enter(one, State.DRAINING)
+                self._enter(one, ModelState.DRAINING)
             case Sleep():
-                assert one.state in (State.SERVING, State.DRAINING)
+                assert one.state in (ModelState.SERVING, ModelState.DRAINING)
                 if one.running:
-                    assert one.state is State.DRAINING
+                    assert one.state is ModelState.DRAINING
                     assert self._parks_early or now >= one.since_s + one.model.sleep.drain_timeout_s
                 parked, one.running = one.running, []
                 for request in parked:
                     request.seconds -= now - request.began_s
                     request.parked = True
                     self._wait(one, request)
-                self._enter(one, State.SLEEPING)
+                self._enter(one, ModelState.SLEEPING)
                 self.events.after(one.model.sleep_s, self._asleep, one)
             case Fail():
                 self._close(one)
@@ -192,19 +194,19 @@ class Ledger:
                     request.failed = action.reason
                 one.waiting.clear()
 
-    def _enter(self, one: Resident, state: State | None) -> None:
+    def _enter(self, one: Resident, state: ModelState) -> None:
         one.state, one.since_s = state, self.events.now
 
     def _woken(self, one: Resident) -> None:
         self._close(one)
-        self._enter(one, State.SERVING)
+        self._enter(one, ModelState.SERVING)
         waiting, one.waiting = one.waiting, []
         for request in waiting:
             self._start(one, request)
         self._decide()
 
     def _asleep(self, one: Resident) -> None:
-        self._enter(one, None)
+        self._enter(one, ModelState.ASLEEP)
         self._decide()
 
     def _close(self, one: Resident) -> None:
@@ -212,5 +214,5 @@ class Ledger:
         self.waits.append((one.model.name, self.events.now - since_s, latest_s - since_s))
 
     def _check_memory(self) -> None:
-        taken = sum(one.model.memory_bytes for one in self.residents.values() if one.state is not None)
+        taken = sum(one.model.memory_bytes for one in self.residents.values() if one.state is not ModelState.ASLEEP)
         assert taken <= self._memory, "more memory than there is"

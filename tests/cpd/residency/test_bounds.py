@@ -1,5 +1,8 @@
 """What holds whatever arrives. The ledger checks memory, the wake lock, min_runtime, popular and drain_timeout."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +13,14 @@ from cpd.residency.snapshot import Drain, Fairness, Model, ResidencyPolicy, Slee
 from tests.cpd.residency.ledger import Ledger
 
 MEMORY = 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Iterator[None]:
+    """Each run begins with a garbage collection (`Events.run`). It need not look at all the modules of the tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @st.composite

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from cpd.common.trust import ClusterSecret
 from cpd.residency.ledger import KEEP_S, Ledger, Look
 from cpd.residency.record import Activity, Record, Waiting, joined, pinned, woken
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.cpd.residency.world import entry, owner
 
@@ -50,7 +50,9 @@ async def test_a_record_is_read_as_it_was_written(redis: Redis) -> None:
     assert (await one.look()).record is None
     await one.start(10)
     assert await record_of(one) == Record(10)
-    written = Record(10, entries=(entry(1, 4, state=State.SERVING),), intents=(Waiting("w1", 1.5, 2.5),), pins=("w1",))
+    written = Record(
+        10, entries=(entry(1, 4, state=ModelState.SERVING),), intents=(Waiting("w1", 1.5, 2.5),), pins=("w1",)
+    )
     assert await one.write(await one.look(), written)
     assert await record_of(ledger(redis)) == written
     assert (await ledger(redis, host="there").look()).record is None
@@ -86,7 +88,7 @@ async def test_of_two_wakers_on_one_version_one_wins(redis: Redis) -> None:
     )
     assert sorted(won) == [False, True]
     assert (a.conflicts, b.conflicts) in ((0, 1), (1, 0))
-    assert sum(one.state is State.WAKING for one in (await record_of(a)).entries) == 1
+    assert sum(one.state is ModelState.WAKING for one in (await record_of(a)).entries) == 1
 
 
 async def test_a_record_that_was_lost_has_another_version_so_no_old_decision_is_written(redis: Redis) -> None:
@@ -99,6 +101,21 @@ async def test_a_record_that_was_lost_has_another_version_so_no_old_decision_is_
     new = await one.look()
     assert int(new.version) > int(old.version)
     assert not await one.write(old, Record(10, pins=("old",)))
+
+
+async def test_a_record_from_before_counts_as_lost_once(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    one = ledger(redis)
+    await one.start(10)
+    before = await redis.hget(KEY, "record")
+    assert before is not None
+    await one.change(lambda look: joined(Record(10), entry(1, 4, state=ModelState.SERVING)))
+    assert (await record_of(one)).reserved_bytes == 4
+    await redis.hset(KEY, "record", before)
+    look = await one.look()
+    assert look.record is None
+    assert "is older than the last one" in caplog.text
+    assert await one.write(look, Record(10, settles_at_s=look.now))
+    assert (await record_of(one)).settles_at_s == look.now
 
 
 async def test_versions_grow_even_if_redis_clock_is_set_back(redis: Redis) -> None:
@@ -118,11 +135,11 @@ async def test_times_are_those_of_redis_clock(redis: Redis) -> None:
     seconds, _ = await redis.time()
     look = await one.look(owner(1).key, Activity(waiting=3))
     assert seconds <= look.now <= seconds + 60
-    assert look.telling[owner(1).key].seen_s == look.now
+    assert look.activities[owner(1).key].seen_s == look.now
     later = await one.look()
     assert later.now > look.now
-    assert later.telling[owner(1).key].seen_s == look.now
-    assert later.telling[owner(1).key].activity == Activity(waiting=3)
+    assert later.activities[owner(1).key].seen_s == look.now
+    assert later.activities[owner(1).key].activity == Activity(waiting=3)
 
 
 async def test_activities_of_workers_that_have_left_are_forgotten(redis: Redis) -> None:
@@ -131,7 +148,7 @@ async def test_activities_of_workers_that_have_left_are_forgotten(redis: Redis) 
     for number in (1, 2):
         await one.look(owner(number).key)
     await one.write(await one.look(), Record(10, entries=(entry(1, 4),)))
-    assert list((await one.look()).telling) == [owner(1).key]
+    assert list((await one.look()).activities) == [owner(1).key]
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", b"17", b"17 nonsense", b"17 00 {}", "é".encode()])
@@ -154,7 +171,7 @@ async def test_a_record_without_the_clusters_signature_counts_as_lost(redis: Red
     await forger.start(10)
     await forger.look(owner(1).key, Activity(waiting=1))
     look = await one.look()
-    assert (look.record, look.telling) == (None, {})
+    assert (look.record, look.activities) == (None, {})
     await one.start(10)
     signed = await redis.hget(KEY, "record")
     assert isinstance(signed, bytes)
@@ -174,7 +191,7 @@ async def test_workers_left_over_from_before_get_time_to_write_themselves_back(r
     one = ledger(redis)
     await one.start(10)
     assert (await record_of(one)).settles_at_s == 0
-    await one.change(lambda look: joined(Record(10), entry(1, 4, state=State.SERVING)))
+    await one.change(lambda look: joined(Record(10), entry(1, 4, state=ModelState.SERVING)))
     await one.start(20)
     look = await one.look()
     assert look.record is not None

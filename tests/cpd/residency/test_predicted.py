@@ -1,7 +1,7 @@
 """What the predicted policy does differently from the rule."""
 
 from cpd.residency.predicted import Predicted
-from cpd.residency.snapshot import Action, Device, Drain, Intent, Model, Occupant, Sleep, Stage, State
+from cpd.residency.snapshot import Action, Device, Drain, Intent, Model, ModelState, Occupant, Sleep, Stage
 
 A, B, C = (Model(name, 40, wake_s=1.0, sleep_s=0.2) for name in "abc")
 
@@ -12,7 +12,7 @@ def decide(occupants: list[Occupant], intents: list[Intent], now: float = 100.0)
 
 
 def serving(one: Model, running: int, arrivals_per_s: float, since_s: float = 0.0) -> Occupant:
-    return Occupant(one, State.SERVING, since_s, 99.0, running, arrivals_per_s=arrivals_per_s)
+    return Occupant(one, ModelState.SERVING, since_s, 99.0, running, arrivals_per_s=arrivals_per_s)
 
 
 def waiting(since_s: float, *deadlines: float) -> Intent:
@@ -47,7 +47,7 @@ def test_requests_are_parked_when_that_saves_more_than_it_misses() -> None:
     def draining(*deadlines: float) -> list[Occupant]:
         return [
             serving(B, 1, 1.0),
-            Occupant(A, State.DRAINING, 99, 95, len(deadlines), deadlines=deadlines, drain_s=5.0),
+            Occupant(A, ModelState.DRAINING, 99, 95, len(deadlines), deadlines=deadlines, drain_s=5.0),
         ]
 
     assert Sleep("a") in decide(draining(120, 120, 120), [waits], 100.3)
@@ -55,5 +55,8 @@ def test_requests_are_parked_when_that_saves_more_than_it_misses() -> None:
 
 
 def test_the_next_model_is_staged_while_the_victim_drains() -> None:
-    occupants = [serving(B, 1, 1.0), Occupant(A, State.DRAINING, 99.9, 95, 3, deadlines=(101, 101, 101), drain_s=5.0)]
+    occupants = [
+        serving(B, 1, 1.0),
+        Occupant(A, ModelState.DRAINING, 99.9, 95, 3, deadlines=(101, 101, 101), drain_s=5.0),
+    ]
     assert decide(occupants, [waiting(95, 110)]) == [Stage("c")]

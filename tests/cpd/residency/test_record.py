@@ -14,7 +14,7 @@ from cpd.residency.record import (
     Entry,
     Owner,
     Record,
-    Told,
+    SeenActivity,
     UnreadableRecordError,
     Waiting,
     drops_staged,
@@ -27,7 +27,7 @@ from cpd.residency.record import (
     wanted,
     woken,
 )
-from cpd.residency.snapshot import State
+from cpd.residency.snapshot import ModelState
 from tests.cpd.residency.world import entry, owner
 
 NOW = 1_000.0
@@ -44,7 +44,7 @@ entries = st.builds(
     owner=owners,
     memory_bytes=sizes,
     held_bytes=sizes,
-    state=st.none() | st.sampled_from(State),
+    state=st.sampled_from(ModelState),
     since_s=seconds,
     needed_by=st.text(max_size=9),
     wake_s=seconds,
@@ -61,8 +61,8 @@ def records(draw: st.DrawFn) -> Record:
     return Record(draw(sizes), draw(seconds), tuple(some), tuple(waiting), measured, tuple(draw(st.lists(st.text()))))
 
 
-def telling(*told: tuple[int, Activity], seen_s: float = NOW) -> dict[str, Told]:
-    return {owner(number).key: Told(seen_s, activity) for number, activity in told}
+def activities(*told: tuple[int, Activity], seen_s: float = NOW) -> dict[str, SeenActivity]:
+    return {owner(number).key: SeenActivity(seen_s, activity) for number, activity in told}
 
 
 @given(records())
@@ -117,14 +117,14 @@ def test_a_policy_sees_workers_as_models_of_their_own() -> None:
     record = Record(
         100,
         entries=(
-            entry(1, 40, state=State.SERVING, since_s=900.0, popular=True),
+            entry(1, 40, state=ModelState.SERVING, since_s=900.0, popular=True),
             replace(entry(2, 30), held_bytes=10, staged_wake_s=0.5),
-            entry(3, 20, state=State.WAKING),
+            entry(3, 20, state=ModelState.WAKING),
         ),
         intents=(Waiting("w3", 1, 2), Waiting("w2", 3, 4)),
         pins=("w2",),
     )
-    told = telling((1, Activity(running=2, last_access_s=950.0)), (2, Activity(1, deadlines=(5.0,), staged_bytes=1)))
+    told = activities((1, Activity(running=2, last_access_s=950.0)), (2, Activity(1, deadlines=(5.0,), staged_bytes=1)))
     device = snapshot(record, told, NOW)
     assert device.memory_bytes == 90  # without what a sleeper holds
     assert [(one.name, one.memory_bytes, one.fairness.popular) for one in device.models] == [
@@ -133,7 +133,7 @@ def test_a_policy_sees_workers_as_models_of_their_own() -> None:
         ("w3", 20, False),
     ]
     serving, waking = device.occupants
-    assert (serving.state, serving.since_s, serving.running, serving.last_access_s) == (State.SERVING, 900, 2, 950)
+    assert (serving.state, serving.since_s, serving.running, serving.last_access_s) == (ModelState.SERVING, 900, 2, 950)
     assert (serving.responds, waking.responds) == (True, False)
     (intent,) = device.intents  # that of a waking worker is about to end
     assert (intent.model.name, intent.since_s, intent.latest_s, intent.deadlines, intent.wake_s) == (
@@ -148,16 +148,16 @@ def test_a_policy_sees_workers_as_models_of_their_own() -> None:
 def test_intents_of_silent_workers_are_left_out() -> None:
     record = Record(100, entries=(entry(1, 40),), intents=(Waiting("w1", 1, 2),))
     for seen_s, visible in ((NOW - SILENT_S + 0.1, 1), (NOW - SILENT_S, 0)):
-        assert len(snapshot(record, telling((1, Activity(1)), seen_s=seen_s), NOW).intents) == visible
+        assert len(snapshot(record, activities((1, Activity(1)), seen_s=seen_s), NOW).intents) == visible
     assert not snapshot(record, {}, NOW).intents
 
 
 def test_the_wake_lock_is_given_once_and_only_with_memory() -> None:
     record = Record(10, entries=(entry(1, 6), entry(2, 4), entry(3, 6)))
     one = woken(record, "w1", NOW)
-    assert one.get("w1").state is State.WAKING
+    assert one.get("w1").state is ModelState.WAKING
     assert woken(one, "w2", NOW) == one
-    served = replace(one, entries=(replace(one.entries[0], state=State.SERVING), *one.entries[1:]))
+    served = replace(one, entries=(replace(one.entries[0], state=ModelState.SERVING), *one.entries[1:]))
     assert woken(served, "w3", NOW) == served
     assert woken(served, "w2", NOW).reserved_bytes == 10
     settling = replace(record, settles_at_s=NOW + 1)
@@ -166,8 +166,8 @@ def test_the_wake_lock_is_given_once_and_only_with_memory() -> None:
 
 
 def test_an_intent_is_promised_a_time_and_written_once() -> None:
-    record = Record(10, entries=(entry(1, 6), entry(2, 6, state=State.SERVING, since_s=NOW)))
-    told = telling((1, Activity(1)), (2, Activity(running=1)))
+    record = Record(10, entries=(entry(1, 6), entry(2, 6, state=ModelState.SERVING, since_s=NOW)))
+    told = activities((1, Activity(1)), (2, Activity(running=1)))
     once = wanted(record, "w1", told, NOW)
     (intent,) = once.intents
     assert intent.since_s == NOW
@@ -176,9 +176,9 @@ def test_an_intent_is_promised_a_time_and_written_once() -> None:
 
 
 def test_a_new_process_of_the_same_name_does_not_take_its_predecessors_entry() -> None:
-    before = Record(10, entries=(entry(1, 6, state=State.SERVING),), intents=(Waiting("w1", 1, 2),))
+    before = Record(10, entries=(entry(1, 6, state=ModelState.SERVING),), intents=(Waiting("w1", 1, 2),))
     after = joined(before, replace(entry(1, 6), owner=owner(2)))
-    assert [one.state for one in after.entries] == [State.SERVING, None]
+    assert [one.state for one in after.entries] == [ModelState.SERVING, ModelState.ASLEEP]
     assert after.intents[0].worker == after.entries[0].id != "w1"
     assert after.of(owner(2)) == after.get("w1")
     assert parse_record(dump(after)) == after
@@ -191,15 +191,15 @@ def test_pins_are_kept_once_each() -> None:
 
 
 def test_the_least_recently_used_staged_weights_go_first() -> None:
-    record = Record(100, entries=(entry(1, 9), entry(2, 9), entry(3, 9, state=State.WAKING), entry(4, 9)))
-    told = telling(
+    record = Record(100, entries=(entry(1, 9), entry(2, 9), entry(3, 9, state=ModelState.WAKING), entry(4, 9)))
+    told = activities(
         (1, Activity(staged_bytes=4, last_access_s=30.0)),
         (2, Activity(staged_bytes=4, last_access_s=20.0)),
         (3, Activity(staged_bytes=4, last_access_s=10.0)),
     )
-    silent = told | telling((4, Activity(staged_bytes=4, last_access_s=1.0)), seen_s=NOW - SILENT_S)
+    silent = told | activities((4, Activity(staged_bytes=4, last_access_s=1.0)), seen_s=NOW - SILENT_S)
 
-    def dropped(budget: int, heard: dict[str, Told]) -> list[str]:
+    def dropped(budget: int, heard: dict[str, SeenActivity]) -> list[str]:
         return [one.id for one in record.entries if drops_staged(record, heard, one.id, budget, NOW)]
 
     assert dropped(12, told) == []

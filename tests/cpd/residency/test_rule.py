@@ -13,10 +13,10 @@ from cpd.residency.snapshot import (
     Fairness,
     Intent,
     Model,
+    ModelState,
     Occupant,
     Sleep,
     SleepSettings,
-    State,
     Wake,
 )
 from tests.cpd.residency.ledger import Ledger
@@ -33,7 +33,7 @@ POPULAR = model("popular", 40, popular=True)
 
 
 def serving(one: Model, since_s: float = 0.0, last_access_s: float = 0.0, running: int = 1) -> Occupant:
-    return Occupant(one, State.SERVING, since_s, last_access_s, running)
+    return Occupant(one, ModelState.SERVING, since_s, last_access_s, running)
 
 
 def intent(one: Model, since_s: float) -> Intent:
@@ -51,7 +51,7 @@ def test_a_model_that_fits_beside_those_awake_wakes_at_once() -> None:
 
 def test_one_model_loads_at_a_time() -> None:
     assert decide([], [intent(A, 100), intent(B, 100)], 100).actions == [Wake("a")]
-    assert decide([Occupant(A, State.WAKING, 100)], [intent(B, 100)], 100.5).actions == []
+    assert decide([Occupant(A, ModelState.WAKING, 100)], [intent(B, 100)], 100.5).actions == []
 
 
 def test_busy_models_stay_until_max_wait_time_is_over() -> None:
@@ -112,7 +112,7 @@ def test_nobody_is_displaced_before_those_eligible_free_enough() -> None:
 
 
 def test_a_victim_drains_until_its_requests_have_ended_or_drain_timeout_is_over() -> None:
-    draining = Occupant(A, State.DRAINING, 100, running=2)
+    draining = Occupant(A, ModelState.DRAINING, 100, running=2)
     waits = decide([draining, serving(B)], [intent(C, 90)], 129)
     assert (waits.actions, waits.check_at_s) == ([], 130)
     assert decide([draining, serving(B)], [intent(C, 90)], 130).actions == [Sleep("a")]
@@ -120,7 +120,7 @@ def test_a_victim_drains_until_its_requests_have_ended_or_drain_timeout_is_over(
 
 
 def test_a_wake_waits_until_the_memory_is_free() -> None:
-    assert decide([Occupant(A, State.SLEEPING, 100), serving(B)], [intent(C, 90)], 100).actions == []
+    assert decide([Occupant(A, ModelState.SLEEPING, 100), serving(B)], [intent(C, 90)], 100).actions == []
     assert decide([serving(B)], [intent(C, 90)], 100.1).actions == [Wake("c")]
 
 
@@ -131,7 +131,7 @@ def test_intents_are_served_in_their_order_even_if_a_later_one_would_fit() -> No
 
 
 def test_memory_that_becomes_free_belongs_to_the_first_intent() -> None:
-    draining = Occupant(A, State.DRAINING, 100, running=1)
+    draining = Occupant(A, ModelState.DRAINING, 100, running=1)
     big, little = intent(model("big", 60), 90), intent(model("little", 20), 100)
     assert decide([draining], [big, little], 101).actions == []
     assert decide([], [big, little], 102).actions == [Wake("big")]
@@ -139,9 +139,9 @@ def test_memory_that_becomes_free_belongs_to_the_first_intent() -> None:
 
 def test_a_later_intent_takes_what_the_earlier_ones_leave_over() -> None:
     little, middle = model("little", 10), model("middle", 30)
-    occupants = [Occupant(A, State.DRAINING, 100, running=1)]
+    occupants = [Occupant(A, ModelState.DRAINING, 100, running=1)]
     assert decide(occupants, [intent(middle, 100), intent(little, 101)], 101).actions == [Wake("middle")]
-    waking = [*occupants, Occupant(middle, State.WAKING, 101)]
+    waking = [*occupants, Occupant(middle, ModelState.WAKING, 101)]
     assert decide(waking, [intent(little, 101)], 101).actions == []
     awake = [*occupants, serving(middle, 102)]
     assert decide(awake, [intent(little, 101)], 102).actions == [Wake("little")]

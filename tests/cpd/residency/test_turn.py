@@ -10,20 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cpd.residency.predicted import Predicted
 from cpd.residency.record import SETTLE_S, Record
 from cpd.residency.rule import Rule
-from cpd.residency.snapshot import ResidencyPolicy, State
-from cpd.residency.turn import Phase, refusal
+from cpd.residency.snapshot import ModelState, ResidencyPolicy
+from cpd.residency.turn import refusal
 from tests.cpd.residency.world import Worker, World, entry, worker
 
 TOTAL = 10
 
 
-def states(world: World) -> dict[str, State | None]:
+def states(world: World) -> dict[str, ModelState]:
     assert world.record is not None
     return {one.id: one.state for one in world.record.entries}
 
 
-def phase(one: Worker) -> Phase:
-    return one.own.phase
+def really(one: Worker) -> ModelState:
+    return one.own.state
 
 
 def reserved(world: World) -> int:
@@ -35,24 +35,24 @@ def awake(world: World, one: Worker) -> None:
     """Wakes a worker for a request."""
     world.request(one)
     world.step(one)
-    assert phase(one) is Phase.LOADING
+    assert really(one) is ModelState.WAKING
     world.load_ends(one)
     world.step(one)
-    assert states(world)[one.name] is State.SERVING
+    assert states(world)[one.name] is ModelState.SERVING
 
 
 def test_a_worker_with_requests_wakes_and_serves() -> None:
     a = worker(1, 4)
     world = World(TOTAL, [a])
     world.step(a)
-    assert states(world) == {"w1": None}
+    assert states(world) == {"w1": ModelState.ASLEEP}
     world.request(a)
     world.step(a)
-    assert states(world) == {"w1": State.WAKING}
+    assert states(world) == {"w1": ModelState.WAKING}
     assert a.intent
     world.load_ends(a)
     world.step(a)
-    assert states(world) == {"w1": State.SERVING}
+    assert states(world) == {"w1": ModelState.SERVING}
     assert (a.intent, a.running) == (False, 1)
 
 
@@ -66,12 +66,12 @@ def test_of_two_wakers_one_wins_and_the_other_waits() -> None:
     assert world.write(a)
     assert not world.write(b)
     world.step(b)
-    assert states(world) == {"w1": State.WAKING, "w2": None}
+    assert states(world) == {"w1": ModelState.WAKING, "w2": ModelState.ASLEEP}
     assert b.intent
     world.load_ends(a)
     world.step(a)
     world.step(b)
-    assert states(world) == {"w1": State.SERVING, "w2": State.WAKING}
+    assert states(world) == {"w1": ModelState.SERVING, "w2": ModelState.WAKING}
 
 
 def test_a_victim_drains_sleeps_and_comes_back_for_its_parked_requests() -> None:
@@ -81,25 +81,27 @@ def test_a_victim_drains_sleeps_and_comes_back_for_its_parked_requests() -> None
     world.request(b)
     world.now += 11
     world.step(b)
-    assert states(world)["w1"] is State.SERVING  # for its max_wait_time it waits for memory that becomes free by itself
+    assert (
+        states(world)["w1"] is ModelState.SERVING
+    )  # for its max_wait_time it waits for memory that becomes free by itself
     world.now += 5.5
     world.step(a)
     world.step(b)
-    assert states(world)["w1"] is State.DRAINING
+    assert states(world)["w1"] is ModelState.DRAINING
     world.step(a)
-    assert a.own.drains
+    assert really(a) is ModelState.DRAINING
     world.now += 30
     world.step(b)
     world.step(a)
-    assert phase(a) is Phase.FREEING
+    assert really(a) is ModelState.SLEEPING
     assert a.waiting == 1
     world.step(b)
-    assert phase(b) is Phase.ASLEEP
+    assert really(b) is ModelState.ASLEEP
     world.sleep_ends(a)
     world.step(a)
     assert a.intent
     world.step(b)
-    assert phase(b) is Phase.LOADING
+    assert really(b) is ModelState.WAKING
 
 
 def test_a_victim_that_nobody_needs_any_more_serves_on() -> None:
@@ -113,13 +115,13 @@ def test_a_victim_that_nobody_needs_any_more_serves_on() -> None:
     world.step(a)
     world.step(b)
     world.step(a)
-    assert a.own.drains
+    assert really(a) is ModelState.DRAINING
     b.waiting = 0  # its client hung up
     world.step(b)
     assert not b.intent
     world.step(a)
-    assert states(world)["w1"] is State.SERVING
-    assert not a.own.drains
+    assert states(world)["w1"] is ModelState.SERVING
+    assert really(a) is ModelState.SERVING
 
 
 def test_a_wake_that_fails_gives_the_memory_and_the_lock_back() -> None:
@@ -130,9 +132,9 @@ def test_a_wake_that_fails_gives_the_memory_and_the_lock_back() -> None:
         world.step(one)
     world.load_ends(a, failed=True)
     world.step(a)
-    assert (states(world)["w1"], a.intent) == (None, False)
+    assert (states(world)["w1"], a.intent) == (ModelState.ASLEEP, False)
     world.step(b)
-    assert phase(b) is Phase.LOADING
+    assert really(b) is ModelState.WAKING
 
 
 def test_a_model_that_takes_more_than_was_reserved_sleeps_until_that_much_is_free() -> None:
@@ -143,14 +145,14 @@ def test_a_model_that_takes_more_than_was_reserved_sleeps_until_that_much_is_fre
     world.step(b)
     world.load_ends(b)
     world.step(b)
-    assert states(world)["w2"] is State.SLEEPING
+    assert states(world)["w2"] is ModelState.SLEEPING
     assert reserved(world) <= TOTAL
     world.sleep_ends(b)
     world.step(b)
     assert world.record is not None
     assert (world.record.get("w2").memory_bytes, world.record.measured) == (7, {"f1": 4, "f2": 7})
     assert b.intent
-    assert phase(b) is Phase.ASLEEP
+    assert really(b) is ModelState.ASLEEP
 
 
 def test_what_was_measured_is_reserved_the_next_time() -> None:
@@ -165,7 +167,7 @@ def test_what_was_measured_is_reserved_the_next_time() -> None:
     world.step(successor)
     world.request(successor)
     world.step(successor)
-    assert phase(successor) is Phase.LOADING
+    assert really(successor) is ModelState.WAKING
     assert reserved(world) == 6
 
 
@@ -177,14 +179,14 @@ def test_what_a_sleeper_still_holds_is_not_given_away() -> None:
     a.running = 0
     a.own = replace(a.own, sleep=True)
     world.step(a)
-    assert phase(a) is Phase.FREEING
+    assert really(a) is ModelState.SLEEPING
     a.own = replace(a.own, entry=replace(a.own.entry, held_bytes=5))
     world.sleep_ends(a)
     world.step(a)
     assert reserved(world) == 5
     world.request(b)
     world.step(b)
-    assert phase(b) is Phase.ASLEEP
+    assert really(b) is ModelState.ASLEEP
     assert b.failures == [
         "w2 can never be awake: it takes 0.00 GiB, and the device has 0.00 GiB for models (--device-memory)"
     ]
@@ -202,7 +204,7 @@ def test_a_pinned_worker_is_no_victim() -> None:
     world.now += 6
     world.step(a)
     world.step(b)
-    assert states(world)["w1"] is State.SERVING
+    assert states(world)["w1"] is ModelState.SERVING
     assert "popular models that nobody may displace" in b.failures[0]
     a.own = replace(a.own, pin=False)
     world.step(a)
@@ -211,7 +213,7 @@ def test_a_pinned_worker_is_no_victim() -> None:
     world.now += 6
     world.step(a)
     world.step(b)
-    assert states(world)["w1"] is State.DRAINING
+    assert states(world)["w1"] is ModelState.DRAINING
 
 
 def test_the_entry_of_a_process_that_is_gone_is_removed_by_whoever_sees_it() -> None:
@@ -222,7 +224,7 @@ def test_the_entry_of_a_process_that_is_gone_is_removed_by_whoever_sees_it() -> 
         world.step(one)
     a.alive = False
     world.step(b)
-    assert states(world) == {"w2": State.WAKING}
+    assert states(world) == {"w2": ModelState.WAKING}
 
 
 def test_a_silent_waker_keeps_the_lock() -> None:
@@ -234,7 +236,7 @@ def test_a_silent_waker_keeps_the_lock() -> None:
     for _ in range(100):
         world.now += 10
         world.step(b)
-    assert states(world) == {"w1": State.WAKING, "w2": None}
+    assert states(world) == {"w1": ModelState.WAKING, "w2": ModelState.ASLEEP}
 
 
 def test_a_silent_worker_that_waits_keeps_nobody_else_waiting() -> None:
@@ -248,12 +250,12 @@ def test_a_silent_worker_that_waits_keeps_nobody_else_waiting() -> None:
     a.running = 0
     world.step(a)
     world.step(c)
-    assert states(world)["w1"] is State.DRAINING  # for c, since b is silent
+    assert states(world)["w1"] is ModelState.DRAINING  # for c, since b is silent
     world.step(a)
     world.sleep_ends(a)
     world.step(a)
     world.step(c)
-    assert phase(c) is Phase.LOADING
+    assert really(c) is ModelState.WAKING
     world.step(b)
     assert b.intent
 
@@ -268,7 +270,7 @@ def test_a_silent_worker_is_no_victim_while_there_are_others() -> None:
     world.step(b)
     world.request(c)
     world.step(c)
-    assert states(world) == {"w1": State.SERVING, "w2": State.DRAINING, "w3": None}
+    assert states(world) == {"w1": ModelState.SERVING, "w2": ModelState.DRAINING, "w3": ModelState.ASLEEP}
 
 
 def test_a_lost_record_is_written_anew_before_anybody_wakes() -> None:
@@ -284,21 +286,21 @@ def test_a_lost_record_is_written_anew_before_anybody_wakes() -> None:
     a.own = replace(a.own, pin=True)
     world.lose()
     world.step(c)
-    assert phase(c) is Phase.ASLEEP
+    assert really(c) is ModelState.ASLEEP
     world.step(b)
     world.step(a)
     assert before is not None
     assert world.record is not None
-    assert states(world) == {"w1": State.SERVING, "w2": State.WAKING, "w3": None}
+    assert states(world) == {"w1": ModelState.SERVING, "w2": ModelState.WAKING, "w3": ModelState.ASLEEP}
     assert (world.record.reserved_bytes, world.record.pins) == (before.reserved_bytes, ("w1",))
     assert c.own.intent_s == promised
     assert world.record.measured == {"f1": 4}
     a.alive = b.alive = False
     world.step(c)
-    assert phase(c) is Phase.ASLEEP
+    assert really(c) is ModelState.ASLEEP
     world.now += SETTLE_S + 0.1
     world.step(c)
-    assert phase(c) is Phase.LOADING
+    assert really(c) is ModelState.WAKING
 
 
 def test_intents_come_back_into_a_lost_record_in_their_order() -> None:
@@ -327,7 +329,7 @@ def test_a_start_without_requests_can_be_displaced_at_once() -> None:
     world.step(a)
     world.request(b)
     world.step(b)
-    assert states(world)["w1"] is State.DRAINING
+    assert states(world)["w1"] is ModelState.DRAINING
 
 
 def test_a_successor_waits_for_the_memory_of_a_predecessor_that_is_not_proved_gone() -> None:
@@ -339,7 +341,7 @@ def test_a_successor_waits_for_the_memory_of_a_predecessor_that_is_not_proved_go
     world.workers = {"old": a, "w1": successor}
     world.request(successor)
     world.step(successor)
-    assert phase(successor) is Phase.ASLEEP
+    assert really(successor) is ModelState.ASLEEP
     assert reserved(world) == 8
     assert world.record is not None
     assert [one.id for one in world.record.entries] == ["w1 (process 101, started at 1001)", "w1"]
@@ -347,7 +349,7 @@ def test_a_successor_waits_for_the_memory_of_a_predecessor_that_is_not_proved_go
     assert len(world.record.entries) == 2
     a.alive = False
     world.step(successor)
-    assert phase(successor) is Phase.LOADING
+    assert really(successor) is ModelState.WAKING
 
 
 @pytest.mark.parametrize(
@@ -385,11 +387,11 @@ def test_many_workers_in_two_places_are_all_served_as_promised(policy: Residency
         if tick < 1_400 and tick % 37 == 0:
             world.request(workers[(tick // 37 * 5) % 6])
         for one in workers:
-            if one.own.phase in (Phase.LOADING, Phase.FREEING) and world.now >= done.setdefault(
-                one.name, world.now + (1.0 if one.own.phase is Phase.LOADING else 0.1)
+            if one.own.state in (ModelState.WAKING, ModelState.SLEEPING) and world.now >= done.setdefault(
+                one.name, world.now + (1.0 if one.own.state is ModelState.WAKING else 0.1)
             ):
                 del done[one.name]
-                (world.load_ends if one.own.phase is Phase.LOADING else world.sleep_ends)(one)
+                (world.load_ends if one.own.state is ModelState.WAKING else world.sleep_ends)(one)
             if one.running and world.now >= ends.setdefault(one.name, world.now + 4):
                 del ends[one.name]
                 one.running = 0
@@ -454,13 +456,13 @@ class Interleavings(RuleBasedStateMachine):
     @rule(index=st.integers(0, 9), failed=st.booleans())
     def load_ends(self, index: int, failed: bool) -> None:
         one = self.pick(index)
-        if one is not None and one.own.phase is Phase.LOADING:
+        if one is not None and one.own.state is ModelState.WAKING:
             self.world.load_ends(one, failed=failed)
 
     @rule(index=st.integers(0, 9))
     def sleep_ends(self, index: int) -> None:
         one = self.pick(index)
-        if one is not None and one.own.phase is Phase.FREEING:
+        if one is not None and one.own.state is ModelState.SLEEPING:
             self.world.sleep_ends(one)
 
     @rule(index=st.integers(0, 9), hand=st.sampled_from(["sleep", "pin", "unpin"]))
@@ -488,7 +490,7 @@ class Interleavings(RuleBasedStateMachine):
         if (record := self.world.record) is None:
             return
         assert record.reserved_bytes <= TOTAL or record.settles_at_s
-        assert sum(one.state is State.WAKING for one in record.entries) <= 1
+        assert sum(one.state is ModelState.WAKING for one in record.entries) <= 1
 
     @invariant()
     def memory_that_is_taken_is_reserved(self) -> None:
@@ -496,10 +498,10 @@ class Interleavings(RuleBasedStateMachine):
         if record is None:
             return
         for one in self.world.workers.values():
-            if one.alive and one.own.phase is not Phase.ASLEEP:
+            if one.alive and one.own.state is not ModelState.ASLEEP:
                 mine = record.of(one.own.entry.owner)
                 assert mine is not None
-                assert mine.state is not None
+                assert mine.state is not ModelState.ASLEEP
 
     @invariant()
     def no_intent_is_lost(self) -> None:

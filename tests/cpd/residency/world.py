@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, field, replace
 
-from cpd.residency.record import SETTLE_S, Activity, Entry, Owner, Record, Told, dump, parse_record, without
+from cpd.residency.record import SETTLE_S, Activity, Entry, Owner, Record, SeenActivity, dump, parse_record, without
 from cpd.residency.rule import Rule
-from cpd.residency.snapshot import ResidencyPolicy, State
-from cpd.residency.turn import Own, Phase, Turn, turn
+from cpd.residency.snapshot import ModelState, ResidencyPolicy
+from cpd.residency.turn import Own, Turn, turn
 
 
 def owner(number: int) -> Owner:
     return Owner("00" * 16, 1, 100 + number, 1_000 + number)
 
 
-def entry(number: int, memory_bytes: int, **fields: float | str | bool | State | None) -> Entry:
+def entry(number: int, memory_bytes: int, **fields: float | str | bool | ModelState) -> Entry:
     given = {"model": f"model-{number}", "role": "combined", "min_runtime_s": 10.0, "max_wait_time_s": 5.0}
     given |= {"drain_timeout_s": 30.0, "wake_s": 1.0, "sleep_s": 0.1, **fields}
     return Entry(id=f"w{number}", owner=owner(number), memory_bytes=memory_bytes, **given)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class Worker:
     @property
     def held(self) -> int:
         """Memory that it takes now."""
-        if not self.alive or self.own.phase is Phase.ASLEEP:
+        if not self.alive or self.own.state is ModelState.ASLEEP:
             return 0
         return self.really
 
@@ -66,16 +66,16 @@ class World:
         self.policy = policy or Rule()
         self.record: Record | None = Record(total)
         self.number = 1
-        self.telling: dict[str, Told] = {}
+        self.activities: dict[str, SeenActivity] = {}
 
     def look(self, worker: Worker) -> None:
         """A worker reads, and takes its turn."""
         activity = Activity(worker.waiting, worker.running, last_access_s=worker.last_access_s)
-        self.telling[worker.own.entry.owner.key] = Told(self.now, activity)
+        self.activities[worker.own.entry.owner.key] = SeenActivity(self.now, activity)
         gone = [one.own.entry.owner for one in self.workers.values() if not one.alive]
         record = without(self.record or Record(self.total, self.now + SETTLE_S), gone)
         worker.own = replace(worker.own, wants=worker.waiting > 0)
-        worker.read = self.number, turn(record, self.telling, worker.own, self.policy, self.now)
+        worker.read = self.number, turn(record, self.activities, worker.own, self.policy, self.now)
 
     def write(self, worker: Worker) -> bool:
         """The worker writes what it has read last, and acts on it; False: somebody else was faster."""
@@ -96,22 +96,22 @@ class World:
 
     def load_ends(self, worker: Worker, *, failed: bool = False) -> None:
         """A load that is under way ends."""
-        phase = Phase.ASLEEP if failed else Phase.AWAKE
+        state = ModelState.ASLEEP if failed else ModelState.SERVING
         own = worker.own if failed else replace(worker.own, entry=replace(worker.own.entry, memory_bytes=worker.really))
-        worker.own = replace(own, phase=phase, measured=own.measured or not failed)
+        worker.own = replace(own, state=state, measured=own.measured or not failed)
         worker.read = None  # a worker looks again after each change of its own
         if failed:
             worker.waiting = 0
 
     def sleep_ends(self, worker: Worker) -> None:
         """The memory of a worker that goes to sleep is free."""
-        worker.own = replace(worker.own, phase=Phase.ASLEEP)
+        worker.own = replace(worker.own, state=ModelState.ASLEEP)
         worker.read = None
 
     def request(self, worker: Worker) -> None:
         """A request arrives."""
         worker.last_access_s = self.now
-        if worker.own.phase is Phase.AWAKE and not worker.own.drains:
+        if worker.own.state is ModelState.SERVING:
             worker.running += 1
         else:
             worker.waiting += 1
@@ -120,7 +120,7 @@ class World:
         """Redis is emptied."""
         self.record = None
         self.number += 1
-        self.telling = {}
+        self.activities = {}
 
     def _act(self, worker: Worker, taken: Turn) -> None:
         state, own = taken.entry.state, worker.own
@@ -130,14 +130,19 @@ class World:
             worker.failures.append(taken.failed)
             worker.waiting = 0
         own = replace(own, intent_s=None if intent is None else (intent.since_s, intent.latest_s))
-        if state is State.WAKING and own.phase is Phase.ASLEEP:
-            own = replace(own, phase=Phase.LOADING)
-        elif state is State.SLEEPING and own.phase is Phase.AWAKE:
-            own = replace(own, phase=Phase.FREEING, drains=True)
+        if state is ModelState.WAKING and own.state is ModelState.ASLEEP:
+            own = replace(own, state=ModelState.WAKING)
+        elif state is ModelState.SLEEPING and own.state.has_memory:
+            own = replace(own, state=ModelState.SLEEPING)
             worker.waiting, worker.running = worker.waiting + worker.running, 0
-        elif own.phase is Phase.AWAKE:
-            own = replace(own, drains=state is State.DRAINING, sleep=False, starts=False)
-            if state is State.SERVING:
+        elif own.state.has_memory:
+            own = replace(
+                own,
+                state=state if state is ModelState.DRAINING else ModelState.SERVING,
+                sleep=False,
+                starts=False,
+            )
+            if state is ModelState.SERVING:
                 worker.running, worker.waiting = worker.running + worker.waiting, 0
         worker.own = own
 
