@@ -57,8 +57,21 @@ def load(directory: Path, **settings: Any) -> TorchRunner:
     return TorchRunner(directory, **given)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(
+            (family, kind)
+            for family in ("llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+            for kind in ("F32", "Q4_K_M")
+        ),
+        ("llama3", "Q8_0"),
+        ("qwen2", "Q4_1 and Q5_1"),
+        ("qwen3", "BF16"),
+        ("mixtral", "Q4_0"),
+        ("qwen3_moe", "Q8_0"),
+    ],
+)
 def test_logits_are_those_of_the_dequantised_weights(
     checkpoint: MakeCheckpoint, tmp_path: Path, family: str, kind: str
 ) -> None:

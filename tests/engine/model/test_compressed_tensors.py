@@ -104,8 +104,10 @@ def load(directory: Path, **settings: Any) -> TorchRunner:
     return TorchRunner(directory, **given)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [*(("qwen2", scheme) for scheme in SCHEMES), *(("qwen3_moe", scheme) for scheme in ("W8A8", "W4A16", "FP8"))],
+)
 def test_logits_are_those_of_the_decompressed_weights(
     checkpoint: MakeCheckpoint, compress: Compress, family: str, scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
