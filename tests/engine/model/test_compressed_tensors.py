@@ -164,6 +164,7 @@ def test_scales_that_are_no_scales_are_refused(checkpoint: MakeCheckpoint, compr
 @pytest.mark.parametrize(
     ("tensor", "change", "sentence"),
     [
+        ("weight_scale", lambda scale: scale.T.contiguous(), r"weight_scale has shape \[1, 192\], which does not fit"),
         ("weight_scale", lambda scale: scale[:3].clone(), r"weight_scale has shape \[3, 1\], which does not fit"),
         ("weight", lambda weight: weight.float(), r"weight is F32 \[192, 64\], not I8"),
         ("weight", lambda weight: weight[:, :32].clone(), r"has shape \[192, 32\], but config\.json asks for"),
@@ -194,6 +195,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"weights": {"strategy": "block"}}, "the strategy of its int8 weights is block"),
         ({"weights": {"strategy": "group", "group_size": 0}}, "the group_size of its int8 weights is 0"),
         ({"weights": {"strategy": "group", "group_size": 24}}, "groups of 24, which must be multiples of 32"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "its weights are rotated"),
         ({"format": "marlin-24"}, "stored as marlin-24"),
     ],
 )
