@@ -114,7 +114,7 @@ def test_a_quantised_model_answers_the_same_afterwards(
 def test_a_model_of_a_gguf_file_answers_the_same_afterwards(
     checkpoint: MakeCheckpoint, prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("deploy.gguf_model._home", lambda: tmp_path / "cache")
     original = checkpoint("llama3", hidden_size=256, intermediate_size=256)
     write_gguf(original, tmp_path / "m.gguf", {"attn_v": GGMLQuantizationType.Q6_K, "": GGMLQuantizationType.Q4_K})
     assert_same_afterwards(make_runner(directory_of(tmp_path / "m.gguf"), dtype="bfloat16"), prepare)
