@@ -221,7 +221,7 @@ def bench(paths: Mapping[str, Path], sides: Mapping[str, Measure], rounds: int) 
     for turn in range(-1, rounds):  # the first turn warms up
         for name in paths:
             for case in CASES:
-                for side in sides if turn % 2 else reversed(sides):
+                for side in list(sides) if turn % 2 else reversed(list(sides)):
                     seconds = sides[side](name, case)
                     if turn >= 0:
                         times.setdefault((case.name, name, side), []).append(seconds)

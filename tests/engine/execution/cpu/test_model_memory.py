@@ -104,7 +104,7 @@ def test_the_model_answers_the_same_afterwards(
     ],
 )
 def test_a_quantised_model_answers_the_same_afterwards(
-    checkpoint: MakeCheckpoint, prepare: Prepare, family: str, quantization: str, settings: dict[str, str]
+    checkpoint: MakeCheckpoint, prepare: Prepare, family: str, quantization: str, settings: dict[str, Any]
 ) -> None:
     directory = checkpoint(family, intermediate_size=192, **({"moe_intermediate_size": 64} if "moe" in family else {}))
     assert_same_afterwards(make_runner(directory, quantization=quantization, **settings), prepare)
