@@ -110,6 +110,20 @@ class _Fields:
             raise CheckpointError(f"{self.file.path}: the field {name} must be a list of texts")
         return value
 
+    def token(self, name: str) -> int | None:
+        """Returns the number of the token with this role; None if the file names none."""
+        number, count = self.get(f"tokenizer.ggml.{name}_token_id"), len(self.texts("tokenizer.ggml.tokens"))
+        if number is not None and not (isinstance(number, int) and 0 <= number < count):
+            raise CheckpointError(f"{self.file.path}: {name}_token_id is {number}, and there are {count} tokens")
+        return number
+
+    @property
+    def head_dim(self) -> int:
+        dim: int = self.get("attention.key_length") or self.need("embedding_length") // self.need(
+            "attention.head_count"
+        )
+        return dim
+
 
 def _config_files(file: GgufFile) -> dict[str, str]:
     fields = _Fields(file)
@@ -125,8 +139,11 @@ def _config_files(file: GgufFile) -> dict[str, str]:
         "intermediate_size": fields.need("feed_forward_length"),
         "num_hidden_layers": fields.need("block_count"),
         "num_attention_heads": fields.need("attention.head_count"),
-        "num_key_value_heads": fields.get("attention.head_count_kv"),
-        "head_dim": fields.get("attention.key_length"),
+        "num_key_value_heads": fields.get("attention.head_count_kv", fields.need("attention.head_count")),
+        "head_dim": fields.head_dim,
+        "partial_rotary_factor": fields.get("rope.dimension_count", fields.head_dim) / fields.head_dim,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "max_position_embeddings": fields.need("context_length"),
         "rms_norm_eps": _shortest(fields.need("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(fields.get("rope.freq_base", 10_000.0)),
@@ -169,8 +186,7 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
 def _llama3_scaling(fields: _Fields) -> dict[str, Any]:
     """Finds the settings of Llama 3.1 that give the divisors of frequencies which a file has in their place."""
     file, tensor = fields.file, fields.file.tensors[_FREQUENCIES]
-    dim = fields.get("attention.key_length") or fields.need("embedding_length") // fields.need("attention.head_count")
-    base = fields.get("rope.freq_base", 10_000.0)
+    dim, base = fields.head_dim, fields.get("rope.freq_base", 10_000.0)
     if tensor.type != "F32" or tensor.shape != (dim // 2,):
         raise CheckpointError(f"{file.path}: tensor {_FREQUENCIES} is {tensor.type} {list(tensor.shape)}")
     with file.path.open("rb") as opened:
@@ -192,11 +208,9 @@ def _llama3_scaling(fields: _Fields) -> dict[str, Any]:
 
 def _ends(fields: _Fields) -> list[int]:
     """Tokens that end an output: of a text, and of a turn."""
-    ends = [fields.need("tokenizer.ggml.eos_token_id")]
-    for name in ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"):
-        if (token := fields.get(name)) is not None and token not in ends:
-            ends.append(token)
-    return ends
+    fields.need("tokenizer.ggml.eos_token_id")
+    ends = (fields.token(name) for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token for token in ends if token is not None))
 
 
 def _tokenizer_files(file: GgufFile) -> dict[str, str]:
@@ -212,12 +226,8 @@ def _tokenizer_files(file: GgufFile) -> dict[str, str]:
         raise CheckpointError(f"{file.path} has {len(tokens)} tokens, but the types of {len(types)}")
 
     def named(name: str) -> str | None:
-        number = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if number is None:
-            return None
-        if not isinstance(number, int) or not 0 <= number < len(tokens):
-            raise CheckpointError(f"{file.path}: {name}_token_id is {number}, and there are {len(tokens)} tokens")
-        return tokens[number]
+        number = fields.token(name)
+        return None if number is None else tokens[number]
 
     tokenizer = make(fields, tokens)
     tokenizer.add_tokens(
@@ -285,7 +295,7 @@ def _sentence_pieces(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
         for cut in range(1, len(token))
         if token[:cut] in number and token[cut:] in number
     ]
-    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = fields.token("unknown") or 0
     tokenizer = Tokenizer(models.BPE(number, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
     space = "▁"
     prefix = [normalizers.Prepend(space)] if fields.get("tokenizer.ggml.add_space_prefix", True) else []

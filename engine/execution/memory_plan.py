@@ -12,7 +12,7 @@ from cpd.common.errors import ConfigError
 from engine.model.config import DTYPE_BYTES, Dtype, KvDtype, ModelConfig, Quantization
 from engine.model.parameters import Parameter, expected_tensors, head_of, parameters
 from engine.model.weights import Checkpoint
-from engine.ops.quantized import GROUP, SCALE_BYTES
+from engine.ops.quantized import GROUP, GroupFormat
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ def plan_memory(
         tensors=tensors,
         dtype=weights,
         kv_dtype=in_pages,
-        bits=frozenset(bits for _, bits in sizes if bits is not None),
-        weight_bytes=sum(_bytes_of(parameter, bits, DTYPE_BYTES[weights]) for parameter, bits in sizes),
+        bits=frozenset(form.bits for _, form in sizes if form is not None),
+        weight_bytes=sum(_bytes_of(parameter, form, DTYPE_BYTES[weights]) for parameter, form in sizes),
         page_bytes=config.page_bytes(in_pages),
     )
 
@@ -142,8 +142,8 @@ def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dt
 
 def _sizes(
     config: ModelConfig, checkpoint: Checkpoint, quantization: Quantization
-) -> Iterator[tuple[Parameter, int | None]]:
-    """Yields the parameters of each layer and expert, with the bits of their weights' elements if those are quantised.
+) -> Iterator[tuple[Parameter, GroupFormat | None]]:
+    """Yields the parameters of each layer and expert, with the format of their weights if those are quantised.
 
     Raises:
         ConfigError: Quantised weights are to be quantised, or experts of one layer differ.
@@ -151,34 +151,39 @@ def _sizes(
     for parameter in parameters(config):
         for layer in [None] if parameter.layers is None else parameter.layers:
             experts = [parameter.tensors("weight", layer, expert) for expert in range(parameter.experts or 1)]
-            bits_of_each = [_bits_of(parameter, names, checkpoint, quantization) for names in experts]
-            if len(set(bits_of_each)) > 1:
+            formats = [_format_of(parameter, names, checkpoint, quantization) for names in experts]
+            if len(set(formats)) > 1:
                 raise ConfigError(f"the experts of layer {layer} are quantised in different ways ({experts[0][0]})")
-            yield from ((parameter, bits) for bits in bits_of_each)
+            yield from ((parameter, form) for form in formats)
     if config.tie_embeddings:  # a quantised head is a copy of the embedding, which is not
         head = head_of(config)
-        bits = _bits_of(head, head.tensors("weight"), checkpoint, quantization)
-        if bits is not None:
-            yield head, bits
+        form = _format_of(head, head.tensors("weight"), checkpoint, quantization)
+        if form is not None:
+            yield head, form
 
 
-def _bits_of(parameter: Parameter, names: list[str], checkpoint: Checkpoint, quantization: Quantization) -> int | None:
-    stored = checkpoint.bits(names) if parameter.can_be_quantized else None
+def _format_of(
+    parameter: Parameter, names: list[str], checkpoint: Checkpoint, quantization: Quantization
+) -> GroupFormat | None:
+    stored = checkpoint.group_format(names) if parameter.can_be_quantized else None
     if stored is not None and quantization != "none":
-        raise ConfigError(f"the weights are quantised already ({names[0]} has {stored} bits); use --quantization none")
-    return stored or parameter.bits(quantization)
+        raise ConfigError(
+            f"the weights are quantised already ({names[0]} has {stored.bits} bits); use --quantization none"
+        )
+    bits = parameter.bits(quantization)
+    return GroupFormat(bits) if bits is not None else stored
 
 
-def _bytes_of(parameter: Parameter, bits: int | None, element_bytes: int) -> int:
+def _bytes_of(parameter: Parameter, form: GroupFormat | None, element_bytes: int) -> int:
     rows = sum(parameter.parts.values())
     elements = rows * (1 if parameter.columns is None else parameter.columns)
-    weight = elements * element_bytes if bits is None else elements * bits // 8 + elements // GROUP * SCALE_BYTES
+    weight = elements * element_bytes if form is None else form.num_bytes(elements)
     return weight + (rows * element_bytes if parameter.bias else 0)
 
 
-def _check_groups(sizes: list[tuple[Parameter, int | None]]) -> None:
-    for parameter, bits in sizes:
-        if bits is not None and parameter.columns is not None and parameter.columns % GROUP:
+def _check_groups(sizes: list[tuple[Parameter, GroupFormat | None]]) -> None:
+    for parameter, form in sizes:
+        if form is not None and parameter.columns is not None and parameter.columns % GROUP:
             raise ConfigError(
                 f"quantised weights have groups of {GROUP} columns, which do not divide the {parameter.columns} of "
                 f"{next(iter(parameter.parts))}; use weights that are not quantised"

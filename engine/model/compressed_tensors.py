@@ -4,7 +4,6 @@ A quantised `X.weight` has `X.weight_scale` beside it; with 4 bits its numbers a
 Which layers are quantised shows in the tensors. https://github.com/vllm-project/compressed-tensors
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from cpd.common.errors import CheckpointError
 from engine.model.scheme import Scheme
 from engine.model.weights import Checkpoint, TensorEntry
 from engine.ops.base import Weight
-from engine.ops.quantized import GROUP, QuantizedWeight, joined
+from engine.ops.quantized import GROUP, GroupFormat, QuantizedWeight, joined
 
 
 class CompressedCheckpoint(Checkpoint):
@@ -44,7 +43,8 @@ class CompressedCheckpoint(Checkpoint):
             raise CheckpointError(f"{entry.path}: tensor {values} is {entry.dtype} {list(entry.shape)}, not {wanted}")
         rows, columns = entry.shape[0], entry.shape[1] * (32 // scheme.bits if scheme.packed else 1)
         groups = columns // scheme.group if scheme.group else 1
-        if math.prod(scale.shape) not in (1, rows * groups) or (scheme.group and columns % scheme.group):
+        shapes = [(), (1,), (1, 1), (rows, groups), *([(rows,)] if groups == 1 else [])]
+        if scale.shape not in shapes or (scheme.group and columns % scheme.group):
             raise CheckpointError(
                 f"{scale.path}: tensor {name}_scale has shape {list(scale.shape)}, which does not fit weights of "
                 f"{[rows, columns]}"
@@ -55,9 +55,9 @@ class CompressedCheckpoint(Checkpoint):
         parts = {name + suffix for name in expected for suffix in ("", "_scale", "_packed", "_shape")}
         return [name for name in super().unused(expected) if name not in parts and not name.endswith("input_scale")]
 
-    def bits(self, names: Sequence[str]) -> int | None:
+    def group_format(self, names: Sequence[str]) -> GroupFormat | None:
         quantized = [f"{name}_scale" in self._entries for name in names]
-        return self._scheme.bits if all(quantized) and self._scheme.kind == "int" else None
+        return GroupFormat(self._scheme.bits) if all(quantized) and self._scheme.kind == "int" else None
 
     def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not any(f"{name}_scale" in self._entries for name in names):
@@ -65,7 +65,7 @@ class CompressedCheckpoint(Checkpoint):
         return torch.cat([self._dequantized(name).to(device, dtype) for name in names])
 
     def read_weight(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Weight:
-        if self.bits(names) is None:
+        if self.group_format(names) is None:
             return self.read(names, dtype, device)
         return joined([self._quantized(name) for name in names])
 

@@ -135,8 +135,8 @@ class Decoder:
             names, bits = parameter.tensors("weight", layer, expert), parameter.bits(quantization)
             if not parameter.can_be_quantized:
                 return source.read(names, dtype, device)
-            found = source.read_weight(names, dtype, device)
             try:
+                found = source.read_weight(names, dtype, device)
                 return found if bits is None or isinstance(found, QuantizedWeight) else quantize(found, bits)
             except ValueError as error:
                 raise CheckpointError(f"{names[0]} cannot be quantised: {error}") from None
@@ -181,7 +181,11 @@ class Decoder:
             layers.append(Layer(**fields, window=config.windows[index]))
         norm = load(tensor(table["norm"]))
         head_row = head_of(config)
-        if config.tie_embeddings and quantization == "none" and checkpoint.bits(head_row.tensors("weight")) is None:
+        if (
+            config.tie_embeddings
+            and quantization == "none"
+            and checkpoint.group_format(head_row.tensors("weight")) is None
+        ):
             head = ops.pack(self._embedding, None)
             parts.append((head, linear(head_row)))
         else:

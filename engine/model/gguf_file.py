@@ -21,6 +21,9 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS: Mapping[int, str] = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _MOST_DIMENSIONS = 4
+_MOST_ENTRIES = 1 << 24
+"""Limit on the fields, tensors, entries of a list and bytes of a text: more would take minutes and all memory."""
+
 _TOO_LARGE = 1 << 40
 
 BLOCKS: Mapping[str, tuple[int, int]] = {
@@ -150,10 +153,10 @@ class _Header:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _count(self, least_bytes: int) -> int:
-        """Reads the number of things that follow, each of which takes at least so many bytes."""
+        """Reads the number of things that follow, each of which takes at least `least_bytes`."""
         count: int = self._number("Q")
-        if count * least_bytes > len(self._data) - self._at:
-            raise self._damaged(f"it says that {count} entries follow, for which it is too short")
+        if count > _MOST_ENTRIES or count * least_bytes > len(self._data) - self._at:
+            raise self._damaged(f"it says that {count} entries follow")
         return count
 
     def _text(self) -> str:

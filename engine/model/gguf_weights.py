@@ -19,7 +19,7 @@ from engine.model.gguf_file import BLOCKS, read_gguf
 from engine.model.parameters import expected_tensors
 from engine.model.weights import Checkpoint, TensorEntry
 from engine.ops.base import Weight
-from engine.ops.quantized import GROUP, QuantizedWeight, joined, quantize
+from engine.ops.quantized import GROUP, GroupFormat, QuantizedWeight, joined, quantize
 
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -50,6 +50,17 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(.+)")
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FORMATS: Mapping[str, GroupFormat] = {
+    "Q8_0": GroupFormat(8),
+    "Q4_0": GroupFormat(4),
+    "Q4_1": GroupFormat(4, has_minima=True),
+    "Q4_K": GroupFormat(4, has_minima=True),
+}
+"""Formats of the types that are kept."""
+
+_REQUANTIZED = GroupFormat(8)
+"""Format of the others."""
+
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at once."""
 
@@ -72,6 +83,7 @@ class GgufCheckpoint(Checkpoint):
         self._dir = path
         self._file = read_gguf(path)
         self._heads = config.num_heads, config.num_kv_heads
+        self._num_experts = 0 if config.experts is None else config.experts.count
         self._entries: dict[str, TensorEntry] = {}
         self._used = {"rope_freqs.weight"}
         for name in expected_tensors(config):
@@ -89,22 +101,21 @@ class GgufCheckpoint(Checkpoint):
     def unused(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
         return [name for name in self._file.tensors if name not in self._used]
 
-    def bits(self, names: Sequence[str]) -> int | None:
+    def group_format(self, names: Sequence[str]) -> GroupFormat | None:
         types = {self._entries[name].dtype for name in names}
         if types & _PLAIN.keys():
             return None
-        (kind, *others) = types
-        return 4 if not others and kind in _GROUPED and kind != "Q8_0" else 8
+        return _FORMATS.get(next(iter(types)), _REQUANTIZED) if len(types) == 1 else _REQUANTIZED
 
     def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.cat([self._dequantized(name, dtype) for name in names]).to(device)
 
     def read_weight(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Weight:
-        if self.bits(names) is None:
+        if self.group_format(names) is None:
             return self.read(names, dtype, device)
         types = {self._entries[name].dtype for name in names}
         if len(types) > 1 or types - _GROUPED.keys():
-            return quantize(self.read(names, torch.float32, device), 8)
+            return quantize(self.read(names, torch.float32, device), _REQUANTIZED.bits)
         return joined([self._grouped(name) for name in names])
 
     def _find(self, name: str) -> TensorEntry | None:
@@ -120,8 +131,11 @@ class GgufCheckpoint(Checkpoint):
         self._used.add(own_name or "")
         shape, begin, end = tensor.shape, tensor.begin, tensor.end
         if expert is not None:
-            if len(shape) != 3 or expert >= shape[0]:
-                raise CheckpointError(f"{self._dir}: tensor {own_name} of shape {list(shape)} has no expert {expert}")
+            if len(shape) != 3 or shape[0] != self._num_experts:
+                raise CheckpointError(
+                    f"{self._dir}: tensor {own_name} has shape {list(shape)}, which is not that of {self._num_experts} "
+                    "experts; download it again"
+                )
             size = (end - begin) // shape[0]
             shape, begin, end = shape[1:], begin + expert * size, begin + (expert + 1) * size
         return TensorEntry(self._dir, tensor.type, shape, begin, end)
@@ -139,7 +153,10 @@ class GgufCheckpoint(Checkpoint):
             plain = torch.empty(entry.shape, dtype=dtype)
             step = max(1, _AT_ONCE // entry.shape[-1])
             for start in range(0, len(rows), step):
-                part = dequantize(rows[start : start + step], GGMLQuantizationType[entry.dtype])
+                with np.errstate(invalid="ignore", over="ignore"):
+                    part = dequantize(rows[start : start + step], GGMLQuantizationType[entry.dtype])
+                if not np.isfinite(part).all():
+                    raise CheckpointError(f"{self._dir}: tensor {name} has scales that are not finite")
                 plain[start : start + step] = torch.from_numpy(part)
         order = self._order(name, len(plain))
         return plain if order is None else plain[order]
@@ -149,7 +166,8 @@ class GgufCheckpoint(Checkpoint):
         rows = entry.shape[0]
         blocks = torch.from_numpy(np.array(self._data[entry.begin : entry.end]))
         weight = _GROUPED[entry.dtype](blocks.view(-1, BLOCKS[entry.dtype][1]), rows)
-        if not weight.scales.isfinite().all() or not weight.scales.any():
+        numbers = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+        if not all(each.isfinite().all() for each in numbers) or not weight.scales.any():
             raise CheckpointError(f"{self._dir}: the scales of tensor {name} are all 0, or some are not finite")
         order = self._order(name, rows)
         if order is None:

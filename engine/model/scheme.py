@@ -48,6 +48,8 @@ def read_scheme(fields: dict[str, Any]) -> Scheme:
         raise ValueError("its config_groups name no weights")
     if any(each != first for each in weights):
         raise ValueError("its config_groups differ in their weights")
+    if fields.get("transform_config"):
+        raise ValueError("its weights are rotated, and so activations must be")
     kind, bits, strategy = first.get("type"), first.get("num_bits"), first.get("strategy")
     name = f"{kind}{bits}"
     if name not in _STORED:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from cpd.common.errors import CheckpointError
 from engine.model.config import Dtype, read_json
 from engine.ops.base import Weight
+from engine.ops.quantized import GroupFormat
 
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX = "model.safetensors.index.json"
@@ -61,7 +62,7 @@ class Checkpoint:
         self._open_files.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return self.stored(name) is not None
 
     @property
     def dtype(self) -> Dtype:
@@ -114,12 +115,17 @@ class Checkpoint:
             start += entry.shape[0]
         return joined
 
-    def bits(self, names: Sequence[str]) -> int | None:
-        """Returns the bits of the elements of which `read_weight` makes a quantised weight; None if it makes none."""
+    def group_format(self, names: Sequence[str]) -> GroupFormat | None:
+        """Returns the format of the quantised weight that `read_weight` makes; None if it makes none."""
         return None
 
     def read_weight(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Weight:
-        """Reads the weight of a linear layer, quantised if it is so in the checkpoint; otherwise as `read`."""
+        """Reads the weight of a linear layer, quantised if it is so in the checkpoint; otherwise as `read`.
+
+        Raises:
+            CheckpointError: Its scales are damaged.
+            ValueError: It must be quantised again, and `engine.ops.quantized.quantize` can't.
+        """
         return self.read(names, dtype, device)
 
     def entries(self) -> Iterator[tuple[str, TensorEntry]]:

@@ -17,6 +17,23 @@ _AT_ONCE = 1 << 22
 """Elements that are computed at once in float32, so that a large weight is not in memory several times."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupFormat:
+    """Format of a quantised weight.
+
+    Attributes:
+        bits: Bits of an element: 8 or 4.
+        has_minima: True if each group has a minimum, too.
+    """
+
+    bits: int
+    has_minima: bool = False
+
+    def num_bytes(self, elements: int) -> int:
+        """Size of a weight with its scales and minima. `elements` are whole groups."""
+        return elements * self.bits // 8 + elements // GROUP * SCALE_BYTES * (2 if self.has_minima else 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """The weight of a linear layer.

@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.settings import ClusterSettings
 from deploy.model import inspect_model, resolve_model
+from engine.execution.memory_plan import plan_memory
 from engine.execution.runner import TorchRunner
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import load_config
 from engine.model.gguf_file import read_gguf
-from engine.ops.quantized import QuantizedWeight
+from engine.ops.quantized import GroupFormat, QuantizedWeight
 from router.text.text_files import load_text_files
 from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, oracle_logits
 from tests.conftest import MakeCheckpoint
@@ -57,8 +58,21 @@ def load(directory: Path, **settings: Any) -> TorchRunner:
     return TorchRunner(directory, **given)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(
+            (family, kind)
+            for family in ("llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+            for kind in ("F32", "Q4_K_M")
+        ),
+        ("llama3", "Q8_0"),
+        ("qwen2", "Q4_1 and Q5_1"),
+        ("qwen3", "BF16"),
+        ("mixtral", "Q4_0"),
+        ("qwen3_moe", "Q8_0"),
+    ],
+)
 def test_logits_are_those_of_the_dequantised_weights(
     checkpoint: MakeCheckpoint, tmp_path: Path, family: str, kind: str
 ) -> None:
@@ -96,8 +110,32 @@ def test_weights_are_those_that_the_package_dequantises(
         for part in ("model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
             weight, expected = opened.read_weight([f"{part}.weight"], torch.float32, CPU), tensors[f"{part}.weight"]
             assert isinstance(weight, QuantizedWeight)
-            assert weight.bits == bits == opened.bits([f"{part}.weight"])
+            assert GroupFormat(weight.bits, weight.minima is not None) == opened.group_format([f"{part}.weight"])
+            assert weight.bits == bits
             assert (weight.dequantize() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K_M"])
+def test_planned_memory_is_that_of_the_packed_weights(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str) -> None:
+    write_gguf(checkpoint("llama3", **WHOLE_BLOCKS, vocab_size=512), tmp_path / "m.gguf", KINDS[kind][0])
+    directory = resolve_model(str(tmp_path / "m.gguf"))
+    config, weights = load_config(directory), load(directory)._model.weights()
+    *packed, rope = (weight.nbytes for weight in weights)
+    assert rope == config.max_model_len * config.head_dim * 4
+    with open_checkpoint(directory, config) as opened:
+        assert plan_memory(config, opened, dtype="auto", max_model_len=0).weight_bytes == sum(packed)
+
+
+def test_biases_are_read(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    original = checkpoint("llama3", attention_bias=True, mlp_bias=True)
+    tensors = write_gguf(original, tmp_path / "m.gguf", {"": Types.F32})
+    directory = resolve_model(str(tmp_path / "m.gguf"))
+    config = load_config(directory)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+    with open_checkpoint(directory, config) as opened:
+        assert opened.unused({}) == []
+        for name, expected in tensors.items():
+            assert torch.equal(opened.read([name], torch.float32, CPU), expected)
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
@@ -186,12 +224,18 @@ def test_quantised_files_are_not_quantised_again(checkpoint: MakeCheckpoint, tmp
         load(resolve_model(str(tmp_path / "m.gguf")), quantization="int4")
 
 
-def test_a_scale_that_is_not_finite_is_refused(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "offset"),
+    [("Q8_0", 34), ("Q4_1", 2), ("Q4_K", 2), ("Q6_K", 208)],  # the last ones' minima, and what is quantised again
+)
+def test_a_scale_that_is_not_finite_is_refused(
+    checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, offset: int
+) -> None:
     path = tmp_path / "m.gguf"
-    write_gguf(checkpoint("qwen3", **WHOLE_GROUPS), path, {"": Types.Q8_0})
+    write_gguf(checkpoint("qwen3", **WHOLE_BLOCKS), path, {"": Types[kind]})
     begin = read_gguf(path).tensors["blk.1.ffn_down.weight"].begin
     with path.open("r+b") as file:
-        file.seek(begin + 34)
+        file.seek(begin + offset)
         file.write(b"\x00\x7e")  # NaN
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight .* not finite"):
         load(resolve_model(str(path)))
@@ -229,7 +273,7 @@ def test_counts_that_do_not_fit_the_file_are_refused(file: Path, offset: int) ->
     content = bytearray(file.read_bytes())
     struct.pack_into("<Q", content, offset, 1 << 60)
     file.write_bytes(content)
-    assert "entries follow, for which it is too short" in refusal(file)
+    assert f"it says that {1 << 60} entries follow" in refusal(file)
 
 
 def test_every_damaged_byte_of_the_header_is_refused_or_harmless(file: Path) -> None:
@@ -251,6 +295,8 @@ def test_other_architectures_tokenizers_and_types_are_named(checkpoint: MakeChec
         ("split.count", 3, "is one of several files"),
         ("ARCH.block_count", None, "the field block_count is missing"),
         ("ARCH.block_count", 9, "is missing"),
+        ("ARCH.rope.dimension_count", 16, "partial_rotary_factor 0.5 is not supported"),
+        ("tokenizer.ggml.eot_token_id", 1 << 30, "eot_token_id is 1073741824, and there are"),
     ):
         write_gguf(original, path, {"": Types.F32}, **{name: value})
         assert sentence in refusal(path)
@@ -259,6 +305,12 @@ def test_other_architectures_tokenizers_and_types_are_named(checkpoint: MakeChec
     struct.pack_into("<I", content, at, 23)  # IQ4_XS
     path.write_bytes(content)
     assert "output_norm.weight has type 23 of GGML; what can be read are F32, F16, BF16, Q8_0" in refusal(path)
+
+
+def test_experts_that_do_not_fit_their_number_are_refused(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(checkpoint("qwen3_moe"), path, {"": Types.F32}, **{"ARCH.expert_count": 7})
+    assert "which is not that of 7 experts; download it again" in refusal(path)
 
 
 def test_other_divisors_of_frequencies_are_refused(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

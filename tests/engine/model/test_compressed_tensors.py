@@ -104,8 +104,10 @@ def load(directory: Path, **settings: Any) -> TorchRunner:
     return TorchRunner(directory, **given)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [*(("qwen2", scheme) for scheme in SCHEMES), *(("qwen3_moe", scheme) for scheme in ("W8A8", "W4A16", "FP8"))],
+)
 def test_logits_are_those_of_the_decompressed_weights(
     checkpoint: MakeCheckpoint, compress: Compress, family: str, scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +164,7 @@ def test_scales_that_are_no_scales_are_refused(checkpoint: MakeCheckpoint, compr
 @pytest.mark.parametrize(
     ("tensor", "change", "sentence"),
     [
+        ("weight_scale", lambda scale: scale.T.contiguous(), r"weight_scale has shape \[1, 192\], which does not fit"),
         ("weight_scale", lambda scale: scale[:3].clone(), r"weight_scale has shape \[3, 1\], which does not fit"),
         ("weight", lambda weight: weight.float(), r"weight is F32 \[192, 64\], not I8"),
         ("weight", lambda weight: weight[:, :32].clone(), r"has shape \[192, 32\], but config\.json asks for"),
@@ -192,6 +195,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"weights": {"strategy": "block"}}, "the strategy of its int8 weights is block"),
         ({"weights": {"strategy": "group", "group_size": 0}}, "the group_size of its int8 weights is 0"),
         ({"weights": {"strategy": "group", "group_size": 24}}, "groups of 24, which must be multiples of 32"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "its weights are rotated"),
         ({"format": "marlin-24"}, "stored as marlin-24"),
     ],
 )

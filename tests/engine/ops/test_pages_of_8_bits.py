@@ -25,6 +25,10 @@ from tests.engine.steps import Lens, lay_out, step_of
 
 __all__ = ["ops", "threads"]  # fixtures
 
+CASES = [(*shape, (None, 100)[index % 2], index % 3 + 1) for index, shape in enumerate(SHAPES)]
+"""Query heads, key-value heads, head size, window, threads."""
+STORED = [(*shape, threads) for *shape, _, threads in CASES]
+
 
 def quantized(pool: torch.Tensor) -> torch.Tensor:
     """[.., heads, BS, D], NaN where nothing is stored -> bytes [.., heads, BS · (D + 4)], with scales of NaN there"""
@@ -40,8 +44,7 @@ def dequantized(pool: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "threads"), CASES, indirect=["threads"])
 def test_attention_equals_that_over_dequantised_pages(
     ops: CpuOps, threads: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
@@ -59,7 +62,7 @@ def test_attention_equals_that_over_dequantised_pages(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "threads"), STORED, indirect=["threads"])
 def test_stored_numbers_are_within_half_a_step(
     ops: CpuOps, threads: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> None:

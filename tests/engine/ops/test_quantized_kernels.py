@@ -12,7 +12,10 @@ from engine.ops.torch_ops import TorchOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMATS = ["int8", "int4", "int4 with minima"]
-SHAPES = [(512, 256), (33, 32), (7, 64), (200, 96), (64, 1024)]
+SHAPES = [(512, 256, True, 2), (33, 32, False, 1), (7, 64, True, 3), (200, 96, False, 2), (64, 1024, True, 3)]
+"""Rows and columns, whether there is a bias, threads."""
+EXPERTS = [((8, 8), 1), ((4, 4), 2), ((4, 8), 3), ((8, None), 2), ((None, 4), 3)]
+"""Bits of an expert's first and second weight, threads."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def ops() -> CpuOps:
     return CpuOps()
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 2, 3], ids=["on1", "on2", "on3"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -38,11 +41,10 @@ def random_weight(n: int, k: int, name: str) -> QuantizedWeight:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "bias", "threads"), SHAPES, indirect=["threads"])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("bias", [False, True])
 def test_activations_of_8_bits_are_multiplied_without_error(
-    ops: CpuOps, threads: int, dtype: torch.dtype, n: int, k: int, name: str, bias: bool
+    ops: CpuOps, threads: int, dtype: torch.dtype, n: int, k: int, bias: bool, name: str
 ) -> None:
     weight, b = random_weight(n, k, name), torch.randn(n).to(dtype) if bias else None
     linear = ops.pack(weight, b)
@@ -91,7 +93,7 @@ def test_rows_of_zeros_give_the_bias(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (4, 8), (8, None), (None, 4)])
+@pytest.mark.parametrize(("bits", "threads"), EXPERTS, indirect=["threads"])
 def test_experts_are_close_to_their_dequantised_weights(
     ops: CpuOps, threads: int, dtype: torch.dtype, bits: tuple[int | None, int | None]
 ) -> None:

@@ -4,14 +4,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.performance.colocation import Colocation
+from deploy.gguf_model import directory_of
 from engine.engine import Engine
 from engine.execution.cpu import model_memory, system_memory
 from engine.execution.cpu.lanes import own_cores, use_threads
@@ -22,15 +25,16 @@ from engine.types import SamplingParams
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import MODEL, drain
 from tests.engine.test_engine_model import make_request
+from tests.gguf_files import write_gguf
 
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
 """About 16 million parameters."""
 
 
-def make_runner(directory: Path, *, dtype: str = "float32", num_pages: int = 64) -> TorchRunner:
+def make_runner(directory: Path, *, dtype: str = "float32", num_pages: int = 64, **settings: Any) -> TorchRunner:
     use_threads(own_cores())
     kv_bytes = num_pages * load_config(directory).page_bytes(dtype)  # type: ignore[arg-type]
-    return TorchRunner(directory, dtype=dtype, device="cpu", kv_bytes=kv_bytes, max_model_len=300)
+    return TorchRunner(directory, dtype=dtype, device="cpu", kv_bytes=kv_bytes, max_model_len=300, **settings)
 
 
 def answers(runner: TorchRunner) -> list[list[int]]:
@@ -63,6 +67,17 @@ def stage(memory: ModelMemory) -> None:
 Prepare = Callable[[ModelMemory], None]
 
 
+def assert_same_afterwards(runner: TorchRunner, prepare: Prepare) -> None:
+    """Releases and restores the model twice."""
+    memory = runner.model_memory()
+    before = answers(runner)
+    prepare(memory)
+    for _ in range(2):
+        memory.release()
+        memory.restore()
+        assert answers(runner) == before
+
+
 @pytest.mark.parametrize("prepare", [stays, stage])
 @pytest.mark.parametrize(
     ("family", "dtype", "overrides"),
@@ -77,14 +92,32 @@ Prepare = Callable[[ModelMemory], None]
 def test_the_model_answers_the_same_afterwards(
     checkpoint: MakeCheckpoint, prepare: Prepare, family: str, dtype: str, overrides: dict[str, int]
 ) -> None:
-    runner = make_runner(checkpoint(family, **overrides), dtype=dtype)
-    memory = runner.model_memory()
-    before = answers(runner)
-    prepare(memory)
-    for _ in range(2):
-        memory.release()
-        memory.restore()
-        assert answers(runner) == before
+    assert_same_afterwards(make_runner(checkpoint(family, **overrides), dtype=dtype), prepare)
+
+
+@pytest.mark.parametrize("prepare", [stays, stage])
+@pytest.mark.parametrize(
+    ("family", "quantization", "settings"),
+    [
+        ("qwen3", "int4", {"dtype": "bfloat16"}),  # its head is a quantised copy of the embedding
+        ("qwen3_moe", "int8", {"kv_dtype": "int8"}),
+    ],
+)
+def test_a_quantised_model_answers_the_same_afterwards(
+    checkpoint: MakeCheckpoint, prepare: Prepare, family: str, quantization: str, settings: dict[str, Any]
+) -> None:
+    directory = checkpoint(family, intermediate_size=192, **({"moe_intermediate_size": 64} if "moe" in family else {}))
+    assert_same_afterwards(make_runner(directory, quantization=quantization, **settings), prepare)
+
+
+@pytest.mark.parametrize("prepare", [stays, stage])
+def test_a_model_of_a_gguf_file_answers_the_same_afterwards(
+    checkpoint: MakeCheckpoint, prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.gguf_model._home", lambda: tmp_path / "cache")
+    original = checkpoint("llama3", hidden_size=256, intermediate_size=256)
+    write_gguf(original, tmp_path / "m.gguf", {"attn_v": GGMLQuantizationType.Q6_K, "": GGMLQuantizationType.Q4_K})
+    assert_same_afterwards(make_runner(directory_of(tmp_path / "m.gguf"), dtype="bfloat16"), prepare)
 
 
 @pytest.mark.parametrize("prepare", [stays, stage])
