@@ -55,6 +55,7 @@ def _targets(cluster: Cluster) -> list[str]:
 
 def test_all_metrics_exist(cluster: Cluster) -> None:
     _work(cluster)
+    eventually(lambda: bool(_targets(cluster)), "the router is listed")
     (target,) = _targets(cluster)
     text = httpx.get(f"{target}/metrics", verify=False).raise_for_status().text
     known = {sample.name for family in families(text) for sample in family.samples}
