@@ -172,11 +172,14 @@ def test_up_serves_and_restarts_dead_processes_and_down_ends_everything(command:
         assert all(name in output for name in ("combined-0", "prefill-0", "ready")), output
         code, output = command.run("trace")
         assert code == 0, output
-        steps = [json.loads(line) for line in output.splitlines()]
+        *documents, said = output.splitlines()
+        assert f"{len(documents)} steps of 2 workers" in said
+        steps = [json.loads(line) for line in documents]
         assert {step["worker"] for step in steps if step["prefill_tokens"]} == {"combined-0", "prefill-0"}
         assert {step["worker"] for step in steps if step["decodes"]} == {"combined-0"}
         code, output = command.run("trace", "--chrome", "--worker", "combined-0", "--seconds", "600")
-        assert (code, bool(json.loads(output)["traceEvents"])) == (0, True)
+        document, said = output.splitlines()
+        assert (code, bool(json.loads(document)["traceEvents"]), "ui.perfetto.dev" in said) == (0, True, True)
         code, output = command.run("trace", "--worker", "nobody")
         assert (code, "there are: combined-0, prefill-0" in output) == (1, True)
 
