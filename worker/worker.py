@@ -216,6 +216,7 @@ class Worker:
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.after_pass, self._service.update, self._sessions.publish, self._take_stats)
+        self._stats = await self._engine.call(Engine.stats)  # so that also the first report tells the free pages
         self._watch("a step", lambda: self._engine.pass_number, loaded.progress)
         self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk_number, lambda: 0)
         await self._listen(host)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import kvtransfer
 from cpd.common.membership import members
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.trust import ClusterSecret
+from cpd.residency.ledger import Ledger
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.service import DecodeService
 from kvtransfer.base import PoolMemory, Transport
@@ -96,8 +98,11 @@ async def running(
         build_engine=load or fake_loader(),
         open_transport=opener(network, transfer_gate),
     )
-    it = Running(worker)
     async with Redis.from_url(redis_url) as redis, asyncio.timeout(DEADLINE_S):
+        if "device_memory" in given:  # as `cpd up` does: in a record that it has to make, a worker waits for others
+            ledger = Ledger(redis, given["cluster"], ClusterSecret(""), socket.gethostname())
+            await ledger.start(given["device_memory"])
+        it = Running(worker)
         while not it.task.done() and not await members(redis, given["cluster"], ClusterSecret("")):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     if it.task.done():
