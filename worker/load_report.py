@@ -11,7 +11,8 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import EngineStats
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports, unless the worker becomes busy or idle, or its role or model's state changes."""
+"""Shortest time between two reports, unless the worker becomes busy or idle, or its state, role or model's state
+changes."""
 
 HEARTBEAT_S = 1.0
 """Longest time between two reports. An unchanged report shows that this process runs."""
@@ -94,6 +95,6 @@ class LoadReporter:
             self._send(self._current())
 
 
-def _urgent(load: pb.Load) -> tuple[int, int, bool]:
+def _urgent(load: pb.Load) -> tuple[int, int, int, bool]:
     """What routers should know at once."""
-    return load.role, load.residency.state, load.running == 0 and load.waiting == 0
+    return load.state, load.role, load.residency.state, load.running == 0 and load.waiting == 0

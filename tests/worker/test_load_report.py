@@ -70,6 +70,14 @@ async def test_another_state_of_the_model_is_sent_at_once() -> None:
     worker.reporter.close()
 
 
+async def test_a_drain_is_sent_at_once() -> None:
+    worker = Worker()
+    worker.set(running=1)
+    worker.set(state=pb.STATE_DRAINING)
+    assert [load.state for load in worker.published] == [pb.STATE_READY, pb.STATE_DRAINING]
+    worker.reporter.close()
+
+
 async def test_becoming_idle_or_busy_is_sent_at_once() -> None:
     worker = Worker()
     worker.set(running=1)

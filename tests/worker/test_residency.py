@@ -19,7 +19,7 @@ from cpd.residency.record import Owner, Record
 from cpd.residency.snapshot import ModelState
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.cpd.residency.world import entry
-from tests.waiting import eventually
+from tests.waiting import DEADLINE_S, eventually
 from tests.worker.residents import Memory, SharingWorker
 from worker import residency
 
@@ -63,6 +63,14 @@ async def record_of(one: SharingWorker) -> Record:
     look = await one.ledger.look()
     assert look.record is not None
     return look.record
+
+
+async def pins(one: SharingWorker, pinned: bool) -> None:
+    """Pins a model, or ends that; returns when the others can see it."""
+    one.residency.pin(pinned)
+    async with asyncio.timeout(DEADLINE_S):
+        while (one.name in (await record_of(one)).pins) != pinned:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_worker_starts_in_its_turn_and_serves(make: MakeWorker) -> None:
@@ -193,12 +201,11 @@ async def test_a_wake_beside_pinned_models_fails_with_a_sentence(make: MakeWorke
     a, b = make(6), make(6)
     await a.start()
     await b.start()
-    b.residency.pin(True)
-    await eventually(lambda: b.residency.report().pinned)
+    await pins(b, True)
     a.request()
     await eventually(lambda: bool(a.failed))
     assert "does not fit beside popular models that nobody may displace" in a.failed[0]
-    b.residency.pin(False)
+    await pins(b, False)
     a.request()
     await a.becomes("serving")
 
