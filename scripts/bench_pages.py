@@ -33,6 +33,9 @@ STREAMS, OUTPUT_TOKENS = 100, 2000
 PAGES = 50
 SESSION_S = 15.0
 START_S = 60.0
+RETRY_S = 0.2
+"""Time after which an answer is asked for again that an overloaded server refused, in seconds."""
+
 SETTLE_S = 2.0
 """Time after pages have come or gone in which nothing is measured, in seconds."""
 
@@ -116,7 +119,10 @@ async def read_streams(port: int) -> None:
     async def ask(number: int) -> None:
         prompt = orjson.dumps(body | {"prompt": f"{number} the cat sat on the mat"})
         while True:
-            await fetch(port, "POST", "/v1/completions", prompt)
+            try:
+                await fetch(port, "POST", "/v1/completions", prompt)
+            except BusyError:
+                await asyncio.sleep(RETRY_S)
 
     await asyncio.gather(*map(ask, range(STREAMS)))
 
@@ -150,11 +156,16 @@ async def show_pages(port: int, shown: Event) -> None:
         await asyncio.gather(*pages, return_exceptions=True)
 
 
+class BusyError(Exception):
+    """The server is overloaded; what was asked may be asked again."""
+
+
 async def fetch(port: int, method: str, path: str, body: bytes = b"") -> None:
     """Sends a request on a connection of its own and reads the answer to its end.
 
     Raises:
-        RuntimeError: The request was refused.
+        BusyError: The server is overloaded.
+        RuntimeError: The request was refused for another reason.
     """
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
@@ -163,6 +174,8 @@ async def fetch(port: int, method: str, path: str, body: bytes = b"") -> None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(f"{head}\r\n".encode() + body)
         status = await reader.readline()
+        if b" 503 " in status:
+            raise BusyError
         if b" 200 " not in status:
             raise RuntimeError(f"{method} {path}: {status.decode()}")
         while await reader.read(1 << 16):
