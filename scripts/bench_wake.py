@@ -84,7 +84,7 @@ async def begin_streams(router: Client, first: int) -> list[Answer]:
     """Streams in the middle of their answers."""
     rng, answers = np.random.default_rng(first), []
     for number in range(first, first + STREAMS):
-        tokens = rng.integers(0, MODEL["vocab_size"], 200).tolist()
+        tokens = rng.integers(0, MODEL["vocab_size"], 48).tolist()
         root = hash_root(b"bench")
         params = SamplingParams(temperature=0.0, max_tokens=1000)
         request = Request(str(number), tokens, len(tokens), params, root, extend_hashes(root, tokens))
