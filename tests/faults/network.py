@@ -8,7 +8,7 @@ from itertools import count
 
 SLOW_RATE = "2mbit"
 
-MOST_OF_A_PROCESS = 16
+_MOST_OF_A_PROCESS = 16
 """Networks that a process may make, so that no two have the same names and addresses."""
 
 _numbers = count()
@@ -45,7 +45,7 @@ class Network:
     """
 
     def __init__(self, *, ipv6: bool = False) -> None:
-        number = os.getpid() * MOST_OF_A_PROCESS + next(_numbers)
+        number = os.getpid() * _MOST_OF_A_PROCESS + next(_numbers)
         self._tag = f"{number % 0xFFFFFF:x}"
         self._prefix = f"fd00:{number % 0xFFFF:x}::" if ipv6 else f"10.{100 + number % 150}.{number // 150 % 250}."
         # an IPv6 address could not be used at once if it were first asked for in the network
