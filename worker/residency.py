@@ -315,7 +315,7 @@ class Residency:
         busy = (
             record.intents
             or record.settles_at_s > look.now
-            or any(one.state not in (None, ModelState.SERVING) for one in record.entries)
+            or any(one.state not in (ModelState.ASLEEP, ModelState.SERVING) for one in record.entries)
         )
         return max(_LEAST_LOOK_S, min(BUSY_LOOK_S if busy else LOOK_S, taken.check_at_s - look.now))
 

@@ -15,8 +15,10 @@ from redis.backoff import NoBackoff
 
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.process_identity import ProcessIdentity
+from cpd.residency.ledger import Look
 from cpd.residency.record import Owner, Record
 from cpd.residency.snapshot import ModelState
+from cpd.residency.turn import Turn
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.cpd.residency.world import entry
 from tests.waiting import DEADLINE_S, eventually
@@ -208,6 +210,25 @@ async def test_a_wake_beside_pinned_models_fails_with_a_sentence(make: MakeWorke
     await pins(b, False)
     a.request()
     await a.becomes("serving")
+
+
+async def test_while_a_model_sleeps_and_nobody_waits_looks_are_rare(
+    make: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def noted(one: residency.Residency, look: Look, taken: Turn) -> float:
+        pauses.append(pause_s(one, look, taken))
+        return pauses[-1]
+
+    pause_s = residency.Residency._pause_s
+    monkeypatch.setattr(residency.Residency, "_pause_s", noted)
+    a = make(6, min_runtime_s=60.0)
+    await a.start()
+    a.residency.sleep()
+    await a.becomes("asleep")
+    pauses.clear()
+    await eventually(lambda: residency.LOOK_S in pauses)
 
 
 async def test_a_model_sleeps_and_wakes_by_hand(make: MakeWorker) -> None:
