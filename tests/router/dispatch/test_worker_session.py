@@ -368,9 +368,11 @@ class TestProtocolError:
     async def test_a_flood_of_cache_events_does_not_delay_requests(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
-        good = await start_worker(says("fox"), worker_id="good", cached=_short(*range(4)))
+        good = await start_worker(says("fox"), worker_id="good")
         bad = await start_worker(says("fox"), worker_id="bad", hello={"num_pages": 50_000})
         router = await start_router(good, bad)
+        bad.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=9, waiting_tokens=1_000_000)))
+        await eventually(lambda: _is_loaded(router, "bad"))
         over, hashes = asyncio.Event(), os.urandom(8 * 50_000)
 
         async def flood() -> None:
