@@ -17,7 +17,6 @@ from tests.e2e.browser import (
     Watch,
     ask,
     chromium,
-    needs_chromium,
     opened,
     overflow,
     send,
@@ -27,6 +26,7 @@ from tests.e2e.browser import (
     window,
 )
 from tests.e2e.cluster import Cluster
+from tests.programs import needs_chromium
 
 pytestmark = [pytest.mark.e2e, needs_chromium]
 
