@@ -1,6 +1,7 @@
 """Asks `cpd up` for other numbers of workers and routers for an operator, as `cpd scale` does."""
 
 import asyncio
+import time
 from secrets import token_hex
 
 from cpd.common.redis_client import Redis, RedisError
@@ -26,8 +27,11 @@ class Scaling:
             model: Name of the model whose workers are meant, if `models:` names several; else empty.
 
         Raises:
-            ApiError: There is no launcher, or the cluster is being changed (409), or nobody answers (503).
+            ApiError: No number is given (400), there is no launcher or the cluster is being changed (409), or nobody
+                answers (503).
         """
+        if combined is prefill is routers is None:
+            raise invalid(None, "Say how many there shall be: 'combined', 'prefill' or 'routers'.")
         try:
             report = await self._mailbox.read_report()
             if report is None:
@@ -45,11 +49,11 @@ class Scaling:
                 "router": routers,
             }
             await self._mailbox.write_request(request)
-            async with asyncio.timeout(REQUEST_S):
-                while report is None or report["request"] != request["id"]:
-                    await asyncio.sleep(POLL_S)
-                    report = await self._mailbox.read_report()
-        except TimeoutError:
-            raise unavailable("`cpd up` does not answer, or follows another request.", RETRY_S) from None
+            deadline = time.monotonic() + REQUEST_S  # no asyncio.timeout: the Redis client can swallow its cancellation
+            while report is None or report["request"] != request["id"]:
+                if time.monotonic() > deadline:
+                    raise unavailable("`cpd up` does not answer, or follows another request.", RETRY_S)
+                await asyncio.sleep(POLL_S)
+                report = await self._mailbox.read_report()
         except (RedisError, OSError) as error:
             raise unavailable(f"Redis does not answer: {describe(error)}.", RETRY_S) from None
