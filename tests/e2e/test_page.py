@@ -402,7 +402,9 @@ class TestCluster:
         assert names == ["prefill-0", "combined-0", "combined-1"]
         for at in range(3):
             expect(workers.nth(at).locator(".state")).to_have_text("ready")
-        expect(page.get_by_role("button", name=re.compile("Drain"))).to_have_count(0)  # without keys nobody may
+        expect(_model(page, "tiny").locator(".state")).to_have_text("ready")
+        changes = re.compile("Drain|Sleep|Wake|Pin|Scale")
+        expect(page.get_by_role("button", name=changes)).to_have_count(0)  # without keys nobody may
         chat = opened(context)
         send(chat, "Go on for ever.")
         running = page.locator(".figures-grid > div", has_text="Running").locator("dd")
