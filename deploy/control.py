@@ -18,10 +18,9 @@ from typing import Any
 import orjson
 
 from cpd.common.errors import CPDError
+from deploy.cluster import Tell
 
 log = logging.getLogger(__name__)
-
-Tell = Callable[[str], None]
 
 Change = Callable[[Mapping[str, Any], Tell], None]
 """A change: gets its arguments, and a function that shows the user a sentence. Raises CPDError if it is refused."""
