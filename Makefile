@@ -41,9 +41,9 @@ $(READY): pyproject.toml requirements.lock
 	touch $(READY)
 
 # What only tests and lint need.
-$(DEV_READY): $(READY) requirements-dev.lock
+$(DEV_READY): $(READY) requirements-dev.lock scripts/install_test_tools.sh
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.lock
-	scripts/install_chromium.sh
+	scripts/install_test_tools.sh
 	touch $(DEV_READY)
 
 # Regenerates cpd/rpc from proto/; tests/cpd/test_rpc.py fails when it is stale.

@@ -15,6 +15,7 @@ from typing import Any
 from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
+from cpd.common.scaling import ModelNumbers
 from cpd.common.settings import ClusterSettings
 from deploy.cluster import Cluster, Tell
 from deploy.cluster_status import has_workers
@@ -114,6 +115,18 @@ class Changes:
         self.state = state
         self._leases = leases
         self._prepare = prepare
+
+    def numbers(self) -> tuple[list[ModelNumbers], int]:
+        """Returns how many workers of each model and how many routers there are, without those that were drained.
+
+        No models: the number of workers can't change.
+        """
+        here = Counter((spec.serves, spec.kind) for spec in self._cluster.specs if not self._is_drained(spec))
+        models = [one.name for one in self._plan.settings.models] or [""]
+        counts: list[ModelNumbers] = [
+            {"model": name, "combined": here[name, "combined"], "prefill": here[name, "prefill"]} for name in models
+        ]
+        return [] if here["", "simulated"] else counts, here["", "router"]
 
     def scale(self, arguments: Mapping[str, Any], tell: Tell) -> None:
         """Starts or ends processes until there are as many as wanted.
@@ -365,9 +378,12 @@ class Changes:
     def _forget_drained(self, keep: Collection[str] = ()) -> None:
         """Removes the processes that `cpd drain` has ended, but for those to `keep`."""
         for spec in self._cluster.specs:
-            state = self._cluster.state(spec.name)
-            if state and state.pid is None and state.exit_code == EXIT_DRAINED and spec.name not in keep:
+            if self._is_drained(spec) and spec.name not in keep:
                 self._cluster.stop(spec.name)
+
+    def _is_drained(self, spec: ProcessSpec) -> bool:
+        state = self._cluster.state(spec.name)
+        return state is not None and state.pid is None and state.exit_code == EXIT_DRAINED
 
     def _indices(self, kind: Kind, serves: str = "") -> list[int]:
         return sorted(_index(spec) for spec in self._cluster.specs if (spec.kind, spec.serves) == (kind, serves))

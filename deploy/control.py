@@ -18,17 +18,48 @@ from typing import Any
 import orjson
 
 from cpd.common.errors import CPDError
+from deploy.cluster import Tell
 
 log = logging.getLogger(__name__)
 
-Change = Callable[[Mapping[str, Any], Callable[[str], None]], None]
+Change = Callable[[Mapping[str, Any], Tell], None]
 """A change: gets its arguments, and a function that shows the user a sentence. Raises CPDError if it is refused."""
 
 
+def carry_out(change: Change, arguments: Mapping[str, Any], busy: threading.Lock, say: Tell, show: Tell) -> str:
+    """Makes a change, unless the cluster is being changed already.
+
+    Args:
+        busy: Held while the cluster changes.
+        say: Shows the steps, and an error, to the user of the launcher.
+        show: Shows the steps to whoever asked for the change.
+
+    Returns:
+        Why the change failed; empty if it was made.
+    """
+
+    def tell(sentence: str) -> None:
+        say(sentence)
+        show(sentence)
+
+    if not busy.acquire(blocking=False):
+        return "the cluster is being changed already; try again when it has ended"
+    try:
+        change(arguments, tell)
+    except CPDError as error:
+        say(f"error: {error}")
+        return str(error)
+    except Exception as error:
+        log.exception("a change failed")
+        say(f"error: {error!r}")
+        return f"the change failed: {error!r}"
+    finally:
+        busy.release()
+    return ""
+
+
 @contextlib.contextmanager
-def control_socket(
-    path: Path, changes: Mapping[str, Change], busy: threading.Lock, say: Callable[[str], None]
-) -> Iterator[None]:
+def control_socket(path: Path, changes: Mapping[str, Change], busy: threading.Lock, say: Tell) -> Iterator[None]:
     """Carries out changes, on threads of its own, while the context is open.
 
     Args:
@@ -45,25 +76,8 @@ def control_socket(
             except (ValueError, KeyError, TypeError):
                 self._send({"error": "the running `cpd up` is of another version and does not know this change"})
                 return
-            if not busy.acquire(blocking=False):
-                self._send({"error": "the cluster is being changed already; try again when it has ended"})
-                return
-            try:
-                change(arguments, self._tell)
-                self._send({"done": True})
-            except CPDError as error:
-                say(f"error: {error}")
-                self._send({"error": str(error)})
-            except Exception as error:
-                log.exception("a change failed")
-                say(f"error: {error!r}")
-                self._send({"error": f"the change failed: {error!r}"})
-            finally:
-                busy.release()
-
-        def _tell(self, sentence: str) -> None:
-            say(sentence)
-            self._send({"say": sentence})
+            error = carry_out(change, arguments, busy, say, lambda sentence: self._send({"say": sentence}))
+            self._send({"error": error} if error else {"done": True})
 
         def _send(self, message: Mapping[str, Any]) -> None:
             with contextlib.suppress(OSError):  # the client has gone; the change goes on
@@ -82,7 +96,7 @@ def control_socket(
             server.shutdown()
 
 
-def ask(path: Path, change: str, arguments: Mapping[str, Any], show: Callable[[str], None]) -> None:
+def ask(path: Path, change: str, arguments: Mapping[str, Any], show: Tell) -> None:
     """Asks the launcher for a change and waits until it is made.
 
     Raises:

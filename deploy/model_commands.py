@@ -2,29 +2,19 @@
 
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cpd.common.errors import CPDError
-from cpd.common.tls import without_fingerprint
-from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.cluster_status import read_cluster
 from deploy.remote import running_cluster
-from worker.grpc_options import admin_channel, admin_metadata
+from worker.admin_calls import AdminCall, pin_worker, sleep_worker, wake_worker
 
-_TIMEOUT_S = 10.0
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
-
-Metadata = tuple[tuple[str, str], ...]
-
-Call = Callable[[rpc.AdminStub, Metadata], object]
-"""Calls a worker."""
 
 
 def show_models(cluster: str) -> None:
@@ -42,11 +32,8 @@ def sleep(cluster: str, name: str) -> None:
     Raises:
         CPDError: There is no such cluster, model or worker, its device is not shared, or it does not answer.
     """
-
-    def call(stub: rpc.AdminStub, metadata: Metadata) -> object:
-        return stub.Sleep(pb.SleepRequest(), metadata=metadata, timeout=_TIMEOUT_S)
-
-    _tell(cluster, name, call, "goes to sleep when its requests have ended, or are parked after its drain timeout")
+    outcome = "goes to sleep when its requests have ended, or are parked after its drain timeout"
+    _tell(cluster, name, sleep_worker, outcome)
 
 
 def wake(cluster: str, name: str) -> None:
@@ -55,11 +42,7 @@ def wake(cluster: str, name: str) -> None:
     Raises:
         CPDError: As for `sleep`.
     """
-
-    def call(stub: rpc.AdminStub, metadata: Metadata) -> object:
-        return stub.Wake(pb.WakeRequest(), metadata=metadata, timeout=_TIMEOUT_S)
-
-    _tell(cluster, name, call, "wakes when it is its turn; `cpd models` shows until when")
+    _tell(cluster, name, wake_worker, "wakes when it is its turn; `cpd models` shows until when")
 
 
 def pin(cluster: str, name: str, *, pinned: bool) -> None:
@@ -68,11 +51,8 @@ def pin(cluster: str, name: str, *, pinned: bool) -> None:
     Raises:
         CPDError: As for `sleep`.
     """
-
-    def call(stub: rpc.AdminStub, metadata: Metadata) -> object:
-        return stub.Pin(pb.PinRequest(pinned=pinned), metadata=metadata, timeout=_TIMEOUT_S)
-
-    _tell(cluster, name, call, "is pinned: no other model displaces it" if pinned else "is no longer pinned")
+    outcome = "is pinned: no other model displaces it" if pinned else "is no longer pinned"
+    _tell(cluster, name, partial(pin_worker, pinned=pinned), outcome)
 
 
 def models_table(answer: dict[str, Any], now: float) -> Table:
@@ -114,7 +94,7 @@ def _duration(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _tell(cluster: str, name: str, call: Call, outcome: str) -> None:
+def _tell(cluster: str, name: str, call: AdminCall, outcome: str) -> None:
     """Calls the workers that a name stands for, and prints the outcome for each.
 
     Raises:
@@ -124,10 +104,9 @@ def _tell(cluster: str, name: str, call: Call, outcome: str) -> None:
     errors = []
     for worker in named(read_cluster(state), name, cluster):
         try:
-            with admin_channel(worker["address"], _TIMEOUT_S) as channel:
-                call(rpc.AdminStub(channel), admin_metadata(state.admin_key))
-        except (grpc.RpcError, OSError) as error:
-            errors.append(_describe(worker, error))
+            call(worker["id"], worker["address"], state.admin_key)
+        except CPDError as error:
+            errors.append(str(error))
         else:
             sys.stdout.write(f"{worker['id']} {outcome}.\n")
     if errors:
@@ -153,13 +132,3 @@ def named(answer: dict[str, Any], name: str, cluster: str) -> list[dict[str, Any
     if not shared:
         raise CPDError(f"{name} has its device for itself, so it never sleeps; devices are shared with --device-memory")
     return shared
-
-
-def _describe(worker: dict[str, Any], error: Exception) -> str:
-    if not isinstance(error, grpc.RpcError):
-        return f"worker {worker['id']} at {without_fingerprint(worker['address'])} does not answer: {error}"
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return f"worker {worker['id']} is of an older version, which can't sleep"
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        return f"worker {worker['id']} refuses: {error.details()}"
-    return f"worker {worker['id']} at {without_fingerprint(worker['address'])} does not answer: {error.details()}"

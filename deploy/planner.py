@@ -44,10 +44,10 @@ from cpd.planner.planner import Plan, Planner
 from cpd.planner.report import ChangeReport, GivenRole, LoadClass, PlanReport, PredictionReport, parse_report
 from cpd.planner.size import Sizer
 from cpd.rpc import cpd_pb2 as pb
-from deploy.role import set_role
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_view import PlannedWorker, PlannerView, WorkerPerformance
 from router.placement.worker_load import colocation_of
+from worker.admin_calls import set_role
 
 log = logging.getLogger(__name__)
 

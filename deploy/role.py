@@ -2,19 +2,11 @@
 
 import sys
 
-import grpc
-
 from cpd.common.errors import CPDError
 from cpd.common.settings import Role
-from cpd.common.tls import without_fingerprint
-from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.cluster_status import read_cluster
 from deploy.remote import running_cluster
-from worker.grpc_options import admin_channel, admin_metadata
-
-_TIMEOUT_S = 10.0
-_ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
+from worker.admin_calls import set_role
 
 
 def change_role(cluster: str, name: str, role: Role) -> None:
@@ -35,23 +27,3 @@ def change_role(cluster: str, name: str, role: Role) -> None:
         raise CPDError(f"{name} is the last combined worker that is ready{of}: somebody must answer requests")
     set_role(name, workers[name]["address"], state.admin_key, role)
     sys.stdout.write(f"{name} is a {role} worker now.\n")
-
-
-def set_role(name: str, address: str, admin_key: str, role: Role) -> None:
-    """Tells a worker its role.
-
-    Raises:
-        CPDError: It does not answer, is too old, or shares its device.
-    """
-    try:
-        with admin_channel(address, _TIMEOUT_S) as channel:
-            rpc.AdminStub(channel).SetRole(
-                pb.SetRoleRequest(role=_ROLES[role]), metadata=admin_metadata(admin_key), timeout=_TIMEOUT_S
-            )
-    except (grpc.RpcError, OSError) as error:
-        if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise CPDError(f"worker {name} is of an older version, which can't change its role") from None
-        if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-            raise CPDError(f"worker {name} refuses: {error.details()}") from None
-        reason = error.details() if isinstance(error, grpc.RpcError) else error
-        raise CPDError(f"worker {name} at {without_fingerprint(address)} does not answer: {reason}") from None

@@ -46,6 +46,7 @@ from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
+from deploy.scaling import scaled_on_request
 from deploy.session import GCS, RAYLET, check_hosts, dead_process, host_names, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
@@ -119,6 +120,7 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         changes = Changes(cluster, plan, state, leases, prepared)
         named, busy = {"scale": changes.scale, "restart": changes.restart}, threading.Lock()
         stack.enter_context(control_socket(directory.control_socket, named, busy, output.say))
+        stack.enter_context(scaled_on_request(settings.redis_url, settings.cluster, secret, changes, busy, output.say))
         if settings.ray_address:
             stack.enter_context(evened_out(cluster, changes, busy, output.say))
         if settings.planner != "off":

@@ -41,6 +41,7 @@ from router.followed_files import FollowedFiles, follow
 from router.listener import listen
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_metrics import PlannerMetrics
+from router.operations.scaling import Scaling
 from router.operations.summary import summarize
 from router.operations.vllm_metrics import ServedMetrics, VllmMetrics
 from router.operations.worker_metrics import WorkerMetrics
@@ -140,17 +141,19 @@ async def serve(
     )
     ttl_s = settings.store_responses
     responses = ResponseStore(redis, settings.cluster, secret, ttl_s) if ttl_s else None
+    scaling = Scaling(redis, settings.cluster, secret)
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
     tracing = _start_tracing(settings, router_id)
     server = _server(
-        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle, responses, tracing),
+        create_app(models, roster, metrics, keys, hosts, clients, peers, lifecycle, scaling, responses, tracing),
         clients,
         tls.context if pair else None,
     )
     unlimited = ClientLimit(0)
     certificate = None if is_loopback(settings.host) else make_certificate()
     admin_tls = certificate.context if certificate is not None else None
-    admin = _server(create_app(models, roster, metrics, keys, hosts, unlimited, None, lifecycle), unlimited, admin_tls)
+    admin_app = create_app(models, roster, metrics, keys, hosts, unlimited, None, lifecycle, scaling)
+    admin = _server(admin_app, unlimited, admin_tls)
     ended = asyncio.Event()
 
     def superseded() -> None:

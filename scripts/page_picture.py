@@ -3,7 +3,7 @@
     python -m scripts.page_picture docs/page.png       # the one of the README
     python -m scripts.page_picture --all DIR           # every view, wide and narrow, light and dark, to look at
 
-It needs Chromium (scripts/install_chromium.sh).
+It needs Chromium (scripts/install_test_tools.sh).
 """
 
 import argparse

@@ -70,7 +70,7 @@ class PlannerLease:
         Raises:
             RedisError, OSError: Redis does not answer.
         """
-        value = _signed(self._secret, self._cluster, plan)
+        value = self._secret.signed("plan", plan, self._cluster.encode()) if plan else b""
         arguments: list[str | int | bytes] = [self._name, int(self._ttl_s * 1000), value, int(KEEP_S * 1000)]
         holder: bytes | None = await self._redis.register_script(_HOLD)([_key(self._cluster)], arguments)
         return (holder or b"").decode(errors="backslashreplace")
@@ -91,17 +91,8 @@ async def read_plan(redis: Redis, cluster: str, secret: ClusterSecret) -> tuple[
         RedisError, OSError: Redis does not answer.
     """
     live, value = await redis.register_script(_READ)([_key(cluster)])
-    signature, _, plan = value.partition(b" ")
-    try:
-        code = bytes.fromhex(signature.decode())
-    except ValueError:
-        return b"", bool(live)
-    return (plan if secret.verify(code, "plan", cluster.encode(), plan) else b""), bool(live)
+    return secret.verified("plan", value, cluster.encode()) or b"", bool(live)
 
 
 def _key(cluster: str) -> str:
     return f"cpd:{cluster}:planner"
-
-
-def _signed(secret: ClusterSecret, cluster: str, plan: bytes) -> bytes:
-    return b"%b %b" % (secret.sign("plan", cluster.encode(), plan).hex().encode(), plan) if plan else b""

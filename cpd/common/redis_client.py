@@ -6,8 +6,9 @@ third of the time of its import, in every process. There is no setting against i
 
 import sys
 
-_known = sys.modules.get("opentelemetry")
-sys.modules["opentelemetry"] = None  # type: ignore[assignment]  # importing it fails
+_HIDDEN = ("opentelemetry", "opentelemetry.sdk")  # the SDK by itself, too: somebody may have imported it before
+_known = {name: sys.modules[name] for name in _HIDDEN if name in sys.modules}
+sys.modules.update(dict.fromkeys(_HIDDEN))  # type: ignore[arg-type]  # importing them fails
 try:
     from redis import Redis as BlockingRedis
     from redis.asyncio import Redis
@@ -17,9 +18,9 @@ try:
     from redis.exceptions import RedisError
     from redis.retry import Retry as BlockingRetry
 finally:
-    del sys.modules["opentelemetry"]
-    if _known is not None:
-        sys.modules["opentelemetry"] = _known
+    for _name in _HIDDEN:
+        del sys.modules[_name]
+    sys.modules.update(_known)
 
 __all__ = [
     "BlockingRedis",

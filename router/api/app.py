@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 
 from cpd.common.lifecycle import MAX_DRAIN_S, Lifecycle
 from cpd.common.process import EXIT_DRAINED
+from cpd.common.scaling import MAX_PROCESSES
 from router.api.access_log import AccessLog
 from router.api.allowed_hosts import AllowedHosts
 from router.api.allowed_origins import allow_origins
@@ -40,9 +42,11 @@ from router.api.responses import (
     Health,
     ModelCard,
     ModelList,
+    Scaled,
     TextCompletion,
     TextCompletionChunk,
     Tokenized,
+    ToldWorkers,
     Version,
 )
 from router.api.schemas import (
@@ -64,6 +68,8 @@ from router.operations.feed import ClusterFeed
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.planner_view import PlannerView, planner_view
+from router.operations.residencies import Residencies
+from router.operations.scaling import Scaling
 from router.operations.status import ClusterStatus, Served
 from router.request_metrics import RouterMetrics
 
@@ -80,6 +86,7 @@ def create_app(
     clients: ClientLimit,
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
+    scaling: Scaling,
     responses: ResponseStore | None = None,
     tracing: "Tracing | None" = None,
 ) -> ASGIApp:
@@ -94,6 +101,7 @@ def create_app(
         clients: Counts the connections of each client.
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes, and
             where the router can be drained.
+        scaling: Asks the launcher for other numbers of processes.
         responses: The stored responses; None if they are not stored.
         tracing: Sends the spans of calls; None without a collector.
     """
@@ -129,15 +137,17 @@ def create_app(
         exception_handlers=dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), on_error),
     )
     generating = _add_api(app, models, responses) if peers is not None else {}
-    overview = _add_operations(app, models, roster, metrics, peers, lifecycle)
+    served = [Served(one.name, one.aliases, one.workers, one.dispatcher.decisions) for one in models.services]
+    overview = _add_operations(app, models, served, roster, metrics, peers, lifecycle)
     if peers is None:
         _add_drain(app, keys, lifecycle)
         _add_planner_view(app, models, keys)
     else:
         add_page(app, models, keys, roster.router_id)
         _add_live(app, overview, keys, lifecycle)
-        workers = [one.workers for one in models.services]
-        _add_drains(app, Drains(roster, workers, peers, lifecycle, keys.admin_key), keys)
+        workers = [one.workers for one in served]
+        drains = Drains(roster, workers, peers, lifecycle, keys.admin_key)
+        _add_changes(app, drains, Residencies(served, keys.admin_key), scaling, keys)
     complete(app, RESPONSES_TYPES + MESSAGES_TYPES, needs_key=keys.any)
     limits = TenantLimits(lambda: len(roster.routers))
     access = AccessLog(models.first.name if len(models.services) == 1 else "", metrics.activity)
@@ -233,15 +243,50 @@ def _add_live(app: FastAPI, overview: Overview, keys: Keys, lifecycle: Lifecycle
         return LiveResponse(feed)
 
 
-def _add_drains(app: FastAPI, drains: Drains, keys: Keys) -> None:
-    """Adds the route that drains any process of the cluster."""
+def _add_changes(app: FastAPI, drains: Drains, residencies: Residencies, scaling: Scaling, keys: Keys) -> None:
+    """Adds the routes by which an operator changes the cluster."""
+    name_of = Query(min_length=1, max_length=253)
 
     @app.post("/cluster/drain", responses=returns(Draining, 400, 401, 403, 404, 421, 503))
-    async def drain_process(request: Request, name: Annotated[str, Query(min_length=1, max_length=253)]) -> Response:
+    async def drain_process(request: Request, name: Annotated[str, name_of]) -> Response:
         """Starts to drain a worker or router: it takes nothing new, finishes what it has and ends for good."""
         keys.check_operator(credentials_of(request))
         await drains.start(name, credentials_of(request))
         return json_response({"status": "draining"})
+
+    @app.post("/cluster/sleep", responses=returns(ToldWorkers, 400, 401, 403, 404, 409, 421, 503))
+    async def sleep(request: Request, name: Annotated[str, name_of]) -> Response:
+        """Sends a model, or one of its workers, to sleep when its requests have ended, or are parked."""
+        keys.check_operator(credentials_of(request))
+        return json_response({"told": await residencies.sleep(name)})
+
+    @app.post("/cluster/wake", responses=returns(ToldWorkers, 400, 401, 403, 404, 409, 421, 503))
+    async def wake(request: Request, name: Annotated[str, name_of]) -> Response:
+        """Wakes a model, or one of its workers, as a request would."""
+        keys.check_operator(credentials_of(request))
+        return json_response({"told": await residencies.wake(name)})
+
+    @app.post("/cluster/pin", responses=returns(ToldWorkers, 400, 401, 403, 404, 409, 421, 503))
+    async def pin(request: Request, name: Annotated[str, name_of], *, pinned: bool = True) -> Response:
+        """Pins a model, or one of its workers, or ends that: while pinned no other model displaces it."""
+        keys.check_operator(credentials_of(request))
+        return json_response({"told": await residencies.pin(name, pinned=pinned)})
+
+    at_least_one, at_least_none = (Query(ge=least, le=MAX_PROCESSES) for least in (1, 0))
+
+    @app.post("/cluster/scale", responses=returns(Scaled, 400, 401, 403, 409, 421, 503))
+    async def scale(
+        request: Request,
+        model: Annotated[str, Query(max_length=253)] = "",
+        combined: Annotated[int | None, at_least_one] = None,
+        prefill: Annotated[int | None, at_least_none] = None,
+        routers: Annotated[int | None, at_least_one] = None,
+    ) -> Response:
+        """Begins to start or end workers and routers until there are as many. What is left out stays as it is.
+        `scaling` in the cluster's state shows the steps, and the error if it fails."""
+        keys.check_operator(credentials_of(request))
+        await scaling.ask(model, combined, prefill, routers)
+        return json_response({"status": "changing"})
 
 
 def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
@@ -261,13 +306,13 @@ def _add_planner_view(app: FastAPI, models: Models, keys: Keys) -> None:
 def _add_operations(
     app: FastAPI,
     models: Models,
+    served: Sequence[Served],
     roster: Roster,
     metrics: RouterMetrics,
     peers: PeerRouters | None,
     lifecycle: Lifecycle,
 ) -> Overview:
     """Adds the routes for operators. Returns what answers them."""
-    served = [Served(one.name, one.aliases, one.workers, one.dispatcher.decisions) for one in models.services]
     overview = Overview(
         roster, served, peers, metrics.usage.tenants, cluster=models.first.settings.cluster, ready=lambda: models.ready
     )

@@ -25,6 +25,7 @@ _ERRORS = {
     403: "The API key does not allow this.",
     404: "The model or request does not exist.",
     408: "The body did not arrive within a minute.",
+    409: "The cluster, or the model, can't be changed like this, or is being changed already.",
     413: "The body is larger than `--max-body`.",
     415: "The body is not `application/json`, or is compressed.",
     421: "The `Host` header is not one that this server allows (`--allowed-hosts`).",

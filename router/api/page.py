@@ -67,7 +67,7 @@ class Session(TypedDict):
     """What the caller may do.
 
     `tenant` is the name of the key's owner, empty without keys. `keys`: calls need a key. `admin`: the caller may see
-    the cluster. `operator`: the caller may drain workers and routers.
+    the cluster. `operator`: the caller may change it: drain, scale, send models to sleep.
     """
 
     tenant: str

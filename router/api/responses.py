@@ -239,6 +239,18 @@ class Draining(TypedDict):
     status: Literal["draining"]
 
 
+class ToldWorkers(TypedDict):
+    """The workers that were told; the cluster's state shows what becomes of it."""
+
+    told: list[str]
+
+
+class Scaled(TypedDict):
+    """The change has begun."""
+
+    status: Literal["changing"]
+
+
 class Health(TypedDict):
     """The check succeeded."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cpd.common.membership import Member, members
 from cpd.common.planner_lease import read_plan
 from cpd.common.redis_client import Redis, RedisError
+from cpd.common.scaling import ScalingMailbox, ScalingReport
 from cpd.common.trust import ClusterSecret
 from cpd.planner.report import PlanReport, parse_report
 from router.dispatch.worker_session import Listener
@@ -46,6 +47,7 @@ class Roster:
         redis_error: Reason why Redis does not answer; empty if it does.
         plan: The planner's last decision; None if there was no planner within the last hour.
         plans: Whether a planner is alive.
+        scaling: What the launcher reports; None without one.
     """
 
     def __init__(self, router_id: str, secret: ClusterSecret) -> None:
@@ -55,6 +57,7 @@ class Roster:
         self.redis_error = ""
         self.plan: PlanReport | None = None
         self.plans = False
+        self.scaling: ScalingReport | None = None
         self._secret = secret
         self._unreadable: set[str] = set()  # leases
 
@@ -79,6 +82,7 @@ class Roster:
         try:
             listed = await members(redis, cluster, self._secret, self._unreadable)
             plan, self.plans = await read_plan(redis, cluster, self._secret)
+            self.scaling = await ScalingMailbox(redis, cluster, self._secret).read_report()
         except (RedisError, OSError, TimeoutError) as error:
             if not self.redis_error:
                 log.warning("Redis does not answer; keeping the known workers: %s", describe(error))

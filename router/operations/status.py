@@ -9,6 +9,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from cpd.common.membership import Member
+from cpd.common.scaling import ScalingReport
 from cpd.planner.report import PlanReport
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.roster import Roster
@@ -202,6 +203,8 @@ class ClusterStatus(TypedDict):
 
     `plan` is the last decision of the planner; null without one in the last hour. `planner` says whether one is alive.
 
+    `scaling` is what `cpd up` says about numbers of processes; null without one.
+
     `waiting` has the requests without a first token. `events` has what has happened to workers lately, oldest first.
     """
 
@@ -216,6 +219,7 @@ class ClusterStatus(TypedDict):
     routers: list[RouterStatus]
     planner: bool
     plan: PlanReport | None
+    scaling: ScalingReport | None
     waiting: list[Waiting]
     events: list[RouterEvent]
 
@@ -241,6 +245,7 @@ async def cluster_status(roster: Roster, models: Sequence[Served], cluster: str,
         "routers": [_router(member) for member in roster.routers],
         "planner": roster.plans,
         "plan": roster.plan,
+        "scaling": roster.scaling,
         "waiting": _waiting(models),
         "events": _events(roster.router_id, models),
     }

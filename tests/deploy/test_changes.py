@@ -1,9 +1,17 @@
 """What needs no Ray; the changes themselves are tested in tests/e2e/test_up.py."""
 
+from collections.abc import Collection
+from dataclasses import replace
+from typing import cast
+
+from cpd.common.process import EXIT_DRAINED
+from cpd.common.scaling import ModelNumbers
 from cpd.common.settings import ClusterSettings
-from deploy.changes import FIXED, STARTS, Plan, start_error
+from deploy.changes import FIXED, STARTS, Changes, Plan, start_error
+from deploy.cluster import Cluster
 from deploy.process import ProcessState
-from deploy.processes import LAUNCH_MARK
+from deploy.processes import LAUNCH_MARK, processes
+from deploy.state import ClusterState
 from tests.secret import secret_file
 
 SETTINGS = ClusterSettings(model="m", combined=2, secret_file=secret_file())
@@ -40,3 +48,35 @@ def test_a_process_that_refuses_or_keeps_dying_does_not_start() -> None:
     assert start_error(spec, state(None, STARTS - 1)) == ""
     assert start_error(spec, state(None, 1, "no room")) == "combined-0 on host: no room"
     assert "has died 3 times while starting, last with exit code -9" in start_error(spec, state(None, STARTS))
+
+
+class Started:
+    """Processes of a cluster, of which some were drained."""
+
+    def __init__(self, settings: ClusterSettings, drained: Collection[str] = ()) -> None:
+        self.specs = processes(settings, "127.0.0.1")
+        self._drained = drained
+
+    def state(self, name: str) -> ProcessState:
+        return replace(state(None, 1), exit_code=EXIT_DRAINED) if name in self._drained else state(1, 1)
+
+
+def numbers(settings: ClusterSettings, drained: Collection[str] = ()) -> tuple[list[ModelNumbers], int]:
+    plan = Plan(settings, settings, "127.0.0.1", 0.0, "mark")
+    started = cast(Cluster, Started(settings, drained))
+    return Changes(started, plan, cast(ClusterState, None), list, lambda given: given).numbers()
+
+
+def test_numbers_count_what_was_started_and_not_drained() -> None:
+    models = [{"name": name, "model": f"/models/{name}", "prefill": 1, "combined": 2} for name in ("small", "large")]
+    settings = ClusterSettings.load({"models": models, "routers": 2, "secret_file": secret_file()})
+    assert numbers(settings, {"large-combined-1", "router-0"}) == (
+        [{"model": "small", "combined": 2, "prefill": 1}, {"model": "large", "combined": 1, "prefill": 1}],
+        1,
+    )
+    assert numbers(SETTINGS) == ([{"model": "", "combined": 2, "prefill": 1}], 1)
+
+
+def test_the_number_of_simulated_workers_can_not_change() -> None:
+    settings = ClusterSettings(model="m", simulate="instant", secret_file=secret_file())
+    assert numbers(settings) == ([], 1)

@@ -4,87 +4,20 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from rich.console import Console
 
 from cpd.common.errors import CPDError
-from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.model_commands import models_table, pin, show_models, sleep, wake
-from deploy.role import set_role
 from deploy.state import ClusterDir, ClusterState
 from tests.deploy.test_cluster_status import served
+from tests.worker_admin import AdminService, listening
+from worker.admin_calls import set_role
 
 KEY = "key"
-
-
-class Worker(rpc.AdminServicer):
-    """The administration service of a worker.
-
-    Args:
-        refusal: Why it refuses to sleep; empty: it does not.
-
-    Attributes:
-        told: What it was told, in order.
-    """
-
-    def __init__(self, refusal: str = "") -> None:
-        self.told: list[str] = []
-        self._refusal = refusal
-
-    def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepReply:  # noqa: N802
-        """Records the call, or refuses it."""
-        self._hear("sleep", context)
-        return pb.SleepReply()
-
-    def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeReply:  # noqa: N802
-        """Records the call."""
-        self._hear("wake", context)
-        return pb.WakeReply()
-
-    def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:  # noqa: N802
-        """Records the call."""
-        self._hear("pin" if request.pinned else "unpin", context)
-        return pb.PinReply()
-
-    def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802
-        """Is not called."""
-        raise NotImplementedError
-
-    def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleReply:  # noqa: N802
-        """Records the call, or refuses it."""
-        self._hear("role", context)
-        return pb.SetRoleReply()
-
-    def Trace(self, request: pb.TraceRequest, context: Any) -> pb.TraceReply:  # noqa: N802
-        """Is not called."""
-        raise NotImplementedError
-
-    def _hear(self, call: str, context: Any) -> None:
-        assert ("authorization", f"Bearer {KEY}") in context.invocation_metadata()
-        if self._refusal:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._refusal)
-        self.told.append(call)
-
-
-@contextlib.contextmanager
-def listening(worker: rpc.AdminServicer | None) -> Iterator[str]:
-    """A worker's gRPC port; without a worker one of an older version."""
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        if worker is not None:
-            rpc.add_AdminServicer_to_server(worker, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.stop(None).wait()
 
 
 def described(name: str, model: str, state: str | None, address: str = "", **residency: Any) -> dict[str, Any]:
@@ -100,13 +33,13 @@ def answer(*workers: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Worker]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, AdminService]]:
     """A running cluster: two workers of `chat` and one of `code` share devices, the one of `plain` does not."""
     monkeypatch.setenv("CPD_RUNTIME_DIR", str(tmp_path / "cpd"))
     workers = {
-        "chat-combined-0": Worker(),
-        "chat-combined-1": Worker(),
-        "code-combined-0": Worker("it never was awake"),
+        "chat-combined-0": AdminService(key=KEY),
+        "chat-combined-1": AdminService(key=KEY),
+        "code-combined-0": AdminService("it never was awake", KEY),
     }
     with contextlib.ExitStack() as stack:
         ports = {name: stack.enter_context(listening(worker)) for name, worker in workers.items()}
@@ -125,7 +58,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         yield workers
 
 
-def test_a_worker_is_told_by_its_name(cluster: dict[str, Worker], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_is_told_by_its_name(cluster: dict[str, AdminService], capsys: pytest.CaptureFixture[str]) -> None:
     sleep("c", "chat-combined-0")
     wake("c", "chat-combined-1")
     assert [worker.told for worker in cluster.values()] == [["sleep"], ["wake"], []]
@@ -135,7 +68,7 @@ def test_a_worker_is_told_by_its_name(cluster: dict[str, Worker], capsys: pytest
 
 
 @pytest.mark.parametrize("name", ["chat", "org/chat"])
-def test_a_model_stands_for_all_its_workers(cluster: dict[str, Worker], name: str) -> None:
+def test_a_model_stands_for_all_its_workers(cluster: dict[str, AdminService], name: str) -> None:
     pin("c", name, pinned=True)
     pin("c", name, pinned=False)
     assert [worker.told for worker in cluster.values()] == [["pin", "unpin"], ["pin", "unpin"], []]
@@ -152,13 +85,13 @@ def test_a_model_stands_for_all_its_workers(cluster: dict[str, Worker], name: st
         ("gone", r"worker gone at 127\.0\.0\.1:1 does not answer: "),
     ],
 )
-def test_the_error_says_what_is_wrong(cluster: dict[str, Worker], name: str, reason: str) -> None:
+def test_the_error_says_what_is_wrong(cluster: dict[str, AdminService], name: str, reason: str) -> None:
     with pytest.raises(CPDError, match=reason):
         sleep("c", name)
 
 
 def test_a_worker_on_a_shared_device_keeps_its_role() -> None:
-    worker = Worker("models share this worker's device")
+    worker = AdminService("models share this worker's device", KEY)
     with (
         listening(worker) as address,
         pytest.raises(CPDError, match="worker w refuses: models share this worker's device"),
@@ -176,7 +109,7 @@ def test_a_model_without_workers_can_not_be_told(tmp_path: Path, monkeypatch: py
 
 
 def test_the_table_names_each_worker_with_its_state(
-    cluster: dict[str, Worker], capsys: pytest.CaptureFixture[str]
+    cluster: dict[str, AdminService], capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_models("c")
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,6 @@
 """Prometheus' and Grafana's files, as far as they can be checked without a cluster."""
 
 import re
-import shutil
 import subprocess
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import yaml
 
 from tests.deploy.monitoring import ALERTS, DASHBOARD, DEPLOY, PROMETHEUS, queries
+from tests.programs import needs_prometheus
 
 OPERATIONS = DEPLOY.parent / "docs" / "operations.md"
 
@@ -26,10 +26,9 @@ def test_each_run_book_has_an_alert() -> None:
     assert described == [alert["alert"] for alert in ALERTS]
 
 
+@needs_prometheus
 @pytest.mark.parametrize(("kind", "file"), [("config", "prometheus.yml"), ("rules", "rules.yml")])
 def test_promtool_finds_no_mistake(kind: str, file: str) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("needs promtool (in Debian's package prometheus)")
     ran = subprocess.run(["promtool", "check", kind, PROMETHEUS / file], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

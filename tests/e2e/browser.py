@@ -1,7 +1,5 @@
 """A real browser that opens the page of a cluster."""
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,15 +7,9 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and os.environ.get("CI") != "true", reason="needs Chromium (scripts/install_chromium.sh)"
-)
-"""Skips tests where there is no browser; never with CI=true."""
+from tests.programs import CHROMIUM
 
 WIDE, NARROW = (1400, 900), (390, 844)
 
@@ -33,7 +25,7 @@ _FLAGS = (
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser. While it is open, this thread can run no other event loop."""
-    assert CHROMIUM is not None, "Chromium is not installed: scripts/install_chromium.sh"
+    assert CHROMIUM is not None, "Chromium is not installed: scripts/install_test_tools.sh"
     expect.set_options(timeout=ANSWER_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_FLAGS)

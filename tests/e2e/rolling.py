@@ -25,10 +25,10 @@ from typing import Annotated, Any, NamedTuple
 import httpx
 import typer
 
-from deploy.role import set_role
 from deploy.state import ClusterDir
 from models import tiny
 from tests.e2e.client import MODEL, client, complete
+from worker.admin_calls import set_role
 
 PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 PROMPTS = 20

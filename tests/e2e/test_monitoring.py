@@ -1,6 +1,5 @@
 """Dashboard and alerts ask for what a cluster really tells."""
 
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from models import tiny
 from tests.deploy.monitoring import ALERTS, PROMETHEUS, metrics_in, queries
 from tests.e2e.cluster import START_S, Cluster, eventually
 from tests.ports import free_port
+from tests.programs import needs_prometheus
 
 pytestmark = pytest.mark.e2e
 
@@ -67,9 +67,8 @@ def test_all_metrics_exist(cluster: Cluster) -> None:
     assert len(asked) > 25
 
 
+@needs_prometheus
 def test_a_real_prometheus_has_an_answer_to_every_query(cluster: Cluster, tmp_path: Path) -> None:
-    if shutil.which("prometheus") is None:
-        pytest.skip("needs Prometheus (Debian's package)")
     with _prometheus(cluster, tmp_path) as url:
 
         def ask(query: str) -> list[object]:

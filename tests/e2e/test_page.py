@@ -3,12 +3,16 @@
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from models import tiny
 from tests.e2e.browser import (
@@ -17,7 +21,6 @@ from tests.e2e.browser import (
     Watch,
     ask,
     chromium,
-    needs_chromium,
     opened,
     overflow,
     send,
@@ -27,6 +30,8 @@ from tests.e2e.browser import (
     window,
 )
 from tests.e2e.cluster import Cluster
+from tests.e2e.test_up import started_command
+from tests.programs import needs_chromium
 
 pytestmark = [pytest.mark.e2e, needs_chromium]
 
@@ -397,7 +402,9 @@ class TestCluster:
         assert names == ["prefill-0", "combined-0", "combined-1"]
         for at in range(3):
             expect(workers.nth(at).locator(".state")).to_have_text("ready")
-        expect(page.get_by_role("button", name=re.compile("Drain"))).to_have_count(0)  # without keys nobody may
+        expect(_model(page, "tiny").locator(".state")).to_have_text("ready")
+        changes = re.compile("Drain|Sleep|Wake|Pin|Scale")
+        expect(page.get_by_role("button", name=changes)).to_have_count(0)  # without keys nobody may
         chat = opened(context)
         send(chat, "Go on for ever.")
         running = page.locator(".figures-grid > div", has_text="Running").locator("dd")
@@ -615,3 +622,195 @@ class TestOperator:
         expect(view.locator(".events li", has_text="combined-1 has ended in order")).to_be_visible()
         expect(worker.locator(".state")).to_have_text("gone")
         assert real.exit_code("combined-1") == 77
+
+
+@pytest.fixture(scope="module")
+def sleepers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two models that share memory for both; the keys are those of `real`. No launcher has started it."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(KEYS)
+    models = [{"name": name, "model": str(tiny.CHECKPOINT)} for name in ("first", "second")]
+    shared: dict[str, Any] = {"device_memory": "1GiB", "sleep": {"drain_timeout": 0.5}}
+    with Cluster(models=models, api_key_file=str(keys), **shared) as running:
+        yield running
+
+
+def _signed_in(context: BrowserContext, key: str = "the-boss") -> Page:
+    page = context.new_page()
+    page.goto("/")
+    sign_in(page, key)
+    return page
+
+
+def _model(view: Page, name: str) -> Locator:
+    """A model in the view of the cluster."""
+    row = view.locator(f".models [data-model={name}]")
+    expect(row).to_be_visible()
+    return row
+
+
+@contextmanager
+def _busy(cluster: Cluster, model: str) -> Iterator[None]:
+    """Four clients ask again and again, so that a stream always runs."""
+    over = threading.Event()
+
+    def stream() -> None:
+        body = {"model": model, "prompt": "fox", "max_tokens": 500, "ignore_eos": True}
+        with httpx.Client(base_url=cluster.url, timeout=60, headers={"authorization": "Bearer the-user"}) as http:
+            while not over.is_set():
+                http.post("/v1/completions", json=body).raise_for_status()
+
+    with ThreadPoolExecutor(4) as threads:
+        clients = [threads.submit(stream) for _ in range(4)]
+        try:
+            yield
+        finally:
+            over.set()
+    for one in clients:
+        one.result()
+
+
+class TestModels:
+    @pytest.fixture
+    def windows(self, browser: Browser, sleepers: Cluster) -> Iterator[BrowserContext]:
+        """A window in front of the two models."""
+        with window(browser, sleepers.url) as (opened_window, watch):
+            yield opened_window
+            _nothing_odd(watch)
+
+    @pytest.fixture
+    def view(self, windows: BrowserContext) -> Page:
+        """The cluster, as an operator sees it; both models are awake."""
+        view = _signed_in(windows)
+        view.get_by_role("link", name="Cluster").click()
+        for name in ("first", "second"):
+            button = _model(view, name).get_by_role("button", name=re.compile("Sleep|Wake"))
+            expect(button).to_be_visible()
+            if button.text_content() == "Wake":
+                button.click()
+            expect(_model(view, name).locator(".state")).to_have_text("awake")
+        return view
+
+    def test_a_model_is_sent_to_sleep_and_woken_with_the_keyboard_and_then_chats(self, view: Page) -> None:
+        row, announced = _model(view, "first"), view.locator("#announcer")
+        button = row.get_by_role("button", name=re.compile("(Sleep|Wake) first"))
+        button.focus()
+        view.keyboard.press("Enter")
+        expect(row.locator(".state")).to_have_text("asleep")
+        expect(announced).to_have_text("first is asleep.")
+        expect(_model(view, "second").locator(".state")).to_have_text("awake")
+        worker = view.get_by_role("article", name="first-combined-0")
+        expect(worker.locator(".state")).to_have_text("asleep")
+        expect(button).to_be_focused()
+        expect(button).to_have_text("Wake")
+        view.keyboard.press("Enter")
+        expect(row.locator(".state")).to_have_text("awake")
+        expect(announced).to_have_text("first is awake.")
+        expect(button).to_have_text("Sleep")
+        view.get_by_role("link", name="Chat").click()
+        view.get_by_label("Model", exact=True).select_option("first")
+        set_fields(view, max_tokens="5")
+        expect(ask(view, "Hello?").locator(".figures")).to_contain_text("first-combined-0")
+
+    def test_people_are_asked_before_streams_stand_still(self, view: Page, sleepers: Cluster) -> None:
+        row, question = _model(view, "second"), view.get_by_role("dialog")
+        with _busy(sleepers, "second"):
+            expect(row).to_contain_text(re.compile("[1-9] requests?"))
+            row.get_by_role("button", name="Sleep second").click()
+            expect(question).to_contain_text(re.compile("[1-9] requests? there may go on for a while"))
+            question.get_by_role("button", name="Cancel").click()
+            expect(question).to_have_count(0)
+            expect(row.locator(".state")).to_have_text("awake")
+
+    def test_a_pin_is_shown_and_ended(self, view: Page) -> None:
+        row = _model(view, "first")
+        row.get_by_role("button", name="Pin first").click()
+        expect(row).to_contain_text("pinned")
+        row.get_by_role("button", name="Unpin first").click()
+        expect(row).not_to_contain_text("pinned")
+
+    def test_an_error_is_said_in_words(self, browser: Browser, sleepers: Cluster) -> None:
+        error = {"error": {"message": "worker first-combined-0 refuses: it can't.", "code": ""}}
+        with window(browser, sleepers.url) as (context, _):
+            view = _signed_in(context)
+            view.route("**/cluster/pin?**", lambda route: route.fulfill(status=503, json=error), times=1)
+            view.get_by_role("link", name="Cluster").click()
+            _model(view, "first").get_by_role("button", name="Pin first").click()
+            expect(view.get_by_role("dialog")).to_contain_text("first-combined-0 refuses: it can't.")
+            view.get_by_role("dialog").get_by_role("button", name="OK").click()
+            expect(_model(view, "first")).not_to_contain_text("pinned")
+
+    def test_without_a_launcher_nothing_can_be_scaled(self, view: Page) -> None:
+        assert view.get_by_role("button", name=re.compile("Scale")).count() == 0
+
+    @pytest.mark.parametrize(("size", "colours"), [(WIDE, "dark"), (NARROW, "light")], ids=["wide", "narrow"])
+    def test_axe_finds_nothing(self, browser: Browser, sleepers: Cluster, size: tuple[int, int], colours: str) -> None:
+        with window(browser, sleepers.url, size, color_scheme=colours, bypass_csp=True) as (context, _):
+            view = _signed_in(context)
+            view.get_by_role("link", name="Cluster").click()
+            expect(_model(view, "first").get_by_role("button", name="Pin first")).to_be_visible()
+            assert violations(view) == []
+            assert overflow(view) == 0
+
+
+@contextmanager
+def _up() -> Iterator[str]:
+    """A cluster that `cpd up` has started, with the keys of `real`; its URL."""
+    with started_command() as command:
+        config, keys = command.directory / "cpd.yaml", command.directory / "keys.yaml"
+        keys.write_text(KEYS)
+        settings = {"model": str(tiny.CHECKPOINT), "served-model-name": "tiny", "prefill": 0, "kv-memory": "64MiB"}
+        config.write_text(json.dumps({**settings, "api-key-file": str(keys)}))
+        code, output = command.run("up", "--detach", "--port", "0", "--config", str(config))
+        assert code == 0, output
+        yield output[output.index("http") :].split()[0]
+        assert command.run("down")[0] == 0
+
+
+def _scale(view: Page, what: str, **numbers: int) -> None:
+    """Asks for numbers by the first words of their labels."""
+    view.get_by_role("button", name=f"Scale {what}").click()
+    dialog = view.get_by_role("dialog")
+    for label, number in numbers.items():
+        dialog.get_by_label(label).fill(str(number))
+    dialog.get_by_role("button", name="Scale").click()
+
+
+def _changed(view: Page) -> None:
+    """Waits until the cluster is no longer being changed."""
+    expect(view.get_by_role("status").filter(has_text="The cluster is being changed")).to_have_count(0)
+
+
+def test_workers_and_routers_are_started_and_ended(browser: Browser) -> None:
+    with _up() as url, window(browser, url, bypass_csp=True) as (context, watch):
+        view = _signed_in(context)
+        view.get_by_role("link", name="Cluster").click()
+        workers, row, dialog = view.locator("article.worker"), _model(view, "tiny"), view.get_by_role("dialog")
+        expect(workers).to_have_count(1)
+        view.get_by_role("button", name="Scale tiny").click()
+        expect(dialog.get_by_label("Combined workers")).to_have_value("1")
+        assert violations(view) == []
+        dialog.get_by_role("button", name="Cancel").click()
+        assert row.get_by_role("button", name=re.compile("Sleep|Pin")).count() == 0  # its device is not shared
+
+        _scale(view, "tiny", Combined=2, Prefill=1)
+        expect(view.get_by_role("status").filter(has_text="The cluster is being changed: Starting")).to_be_visible()
+        expect(workers).to_have_count(3)
+        expect(row).to_contain_text("2 combined workers · 1 prefill worker")
+        _changed(view)
+
+        _scale(view, "tiny", Combined=1000)
+        expect(view.get_by_role("alert").filter(has_text="The cluster was not scaled")).to_be_visible()
+        assert violations(view) == []
+
+        _scale(view, "routers", Routers=2)
+        expect(view.get_by_role("rowheader", name="router-1")).to_be_visible()
+        _changed(view)
+        _scale(view, "tiny", Combined=1, Prefill=0)
+        for name in ("combined-1", "prefill-0"):
+            expect(view.locator(".events li", has_text=f"{name} has ended in order")).to_be_visible()
+        _changed(view)
+        view.get_by_role("link", name="Chat").click()
+        set_fields(view, max_tokens="5")
+        ask(view, "Hello?")
+        _nothing_odd(watch)

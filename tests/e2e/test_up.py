@@ -134,16 +134,25 @@ def _files_in_use() -> str:
     return "\n".join(found)
 
 
-@pytest.fixture
-def command() -> Iterator[Command]:
+@contextlib.contextmanager
+def started_command() -> Iterator[Command]:
+    """The command with a directory of its own; in the end nothing that it has started is left."""
     directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
     made = Command(directory)
-    yield made
-    for pid in made.processes():
-        os.kill(pid, signal.SIGKILL)
-    for state in directory.glob("cpd/*/state.json"):
-        clear_ray_dir(json.loads(state.read_bytes())["ray_dir"])
-    shutil.rmtree(directory)
+    try:
+        yield made
+    finally:
+        for pid in made.processes():
+            os.kill(pid, signal.SIGKILL)
+        for state in directory.glob("cpd/*/state.json"):
+            clear_ray_dir(json.loads(state.read_bytes())["ray_dir"])
+        shutil.rmtree(directory)
+
+
+@pytest.fixture
+def command() -> Iterator[Command]:
+    with started_command() as made:
+        yield made
 
 
 def test_up_serves_and_restarts_dead_processes_and_down_ends_everything(command: Command) -> None:

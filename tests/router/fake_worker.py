@@ -65,6 +65,7 @@ class FakeWorker:
         hello: Fields of its Hello that differ from the usual.
         model: The model that its lease names.
         residency: State of its model; None if its device is not shared.
+        admin: `host:port` of its gRPC port; empty: it has none that answers.
 
     Attributes:
         submits, aborts, parks: What came, in order. It parks a request at once.
@@ -86,8 +87,10 @@ class FakeWorker:
         hello: Mapping[str, Any] | None = None,
         model: str = "",
         residency: pb.Residency | None = None,
+        admin: str = "",
     ) -> None:
         self.id = worker_id
+        self._admin = admin
         self._model = model
         self.residency = residency
         self.submits: list[pb.Submit] = []
@@ -125,12 +128,13 @@ class FakeWorker:
 
     async def __aenter__(self) -> Self:
         port = await self._server.start("127.0.0.1", 0)
-        self.address = self.session = f"127.0.0.1:{port}"
+        self.session = f"127.0.0.1:{port}"
+        self.address = self._admin or self.session
         member = Member(self.id, self._kind, self.address, "host", os.getpid(), session=self.session, model=self._model)
         await self._stack.enter_async_context(
             lease(self._redis, self._cluster, ClusterSecret(self._lease_token), member, 5, lambda: None)
         )
-        while self.address not in [it.address for it in await members(self._redis, self._cluster, ClusterSecret(""))]:  # noqa: ASYNC110
+        while self.session not in [it.session for it in await members(self._redis, self._cluster, ClusterSecret(""))]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return self
 

@@ -1,9 +1,11 @@
 // The cluster as it is now: workers, routers, what waits, what happened. One snapshot a second at most, from
 // `GET /cluster/live`; while the view is hidden there is no stream.
 
-import { ApiError, json, request, serverSentEvents } from "./api.js";
-import { announce, confirmDialog, h, s, setAttribute, setText, tell } from "./dom.js";
+import { ApiError, request, serverSentEvents } from "./api.js";
+import { drain, scale, SleepButton } from "./changes.js";
+import { announce, h, s, setAttribute, setText } from "./dom.js";
 import { bytes, clock, count, duration, percent, plural, rate } from "./format.js";
+import { ModelList, RESIDENCIES } from "./models.js";
 
 const HISTORY = 60; // snapshots whose speeds are drawn
 const GHOST_MS = 60_000; // a worker that has gone stays in sight this long
@@ -24,13 +26,6 @@ const STATES = {
   gone: ["bad", "gone"],
 };
 
-// of workers on shared devices that are ready, but whose model does not serve
-const RESIDENCIES = {
-  asleep: ["asleep", "asleep"],
-  waking: ["warn", "waking"],
-  draining: ["warn", "making room for another model"],
-};
-
 export class ClusterView {
   /**
    * @param {() => object} session Returns the latest answer of `GET /session`.
@@ -46,7 +41,19 @@ export class ClusterView {
     this.stamp = h("p", { class: "hint stamp" });
     this.flows = h("ul", { class: "flows" });
     this.workers = h("div", { class: "workers" });
+    this.models = new ModelList(session);
     this.routers = h("tbody");
+    this.scaleRouters = h("button", {
+      type: "button",
+      class: "quiet",
+      text: "Scale",
+      "aria-label": "Scale routers",
+      hidden: true,
+      onclick: () => {
+        const value = this.status.scaling.routers;
+        scale("routers", [{ name: "routers", label: "Routers", value, least: 1 }]);
+      },
+    });
     this.events = h("ol", { class: "events" });
     this.planner = h("p", { class: "hint" });
     this.element = h(
@@ -54,6 +61,7 @@ export class ClusterView {
       { class: "cluster" },
       h("div", { class: "row spread" }, h("h1", { text: "Cluster" }), this.stamp),
       this.figures,
+      this.models.element,
       h(
         "section",
         { "aria-labelledby": "workers-title" },
@@ -65,7 +73,7 @@ export class ClusterView {
       h(
         "section",
         { "aria-labelledby": "routers-title" },
-        h("h2", { id: "routers-title", text: "Routers" }),
+        h("div", { class: "row spread" }, h("h2", { id: "routers-title", text: "Routers" }), this.scaleRouters),
         h(
           "div",
           { class: "scroll", tabindex: "0", role: "group", "aria-label": "Routers" },
@@ -146,6 +154,7 @@ export class ClusterView {
     this.status = status;
     this.#showWorkers(status, seconds);
     this.#showFigures(status);
+    this.models.show(status);
     this.#showFlows(status);
     this.#showRouters(status);
     this.#showEvents(status);
@@ -159,7 +168,8 @@ export class ClusterView {
     const now = performance.now();
     for (const worker of status.workers) {
       if (!this.cards.has(worker.id)) this.cards.set(worker.id, this.#newCard(worker.id));
-      this.cards.get(worker.id).show(worker, status.models.length > 1, seconds, now);
+      const sleepsAlone = worker.residency && status.workers.filter(({ model }) => model === worker.model).length > 1;
+      this.cards.get(worker.id).show(worker, status.models.length > 1, sleepsAlone, seconds, now);
     }
     const present = new Set(status.workers.map(({ id }) => id));
     const missed = missedWorkers(status);
@@ -234,7 +244,8 @@ export class ClusterView {
 
   // ---- routers and events ----
 
-  #showRouters({ routers }) {
+  #showRouters({ routers, scaling }) {
+    this.scaleRouters.hidden = !(scaling && this.session().operator);
     const key = JSON.stringify(routers);
     if (key === this.routersKey) return;
     this.routersKey = key;
@@ -308,26 +319,13 @@ export class ClusterView {
 
   // ---- changes ----
 
-  async #drain(name, kind) {
+  #drain(name, kind) {
     let warning = "";
     if (kind === "worker" && this.#isLastCombined(name))
       warning = " It is the last combined worker that is ready: nobody will answer requests.";
     else if (kind === "router" && this.status.routers.length === 1)
       warning = " It is the only router: the server and this page end with it.";
-    if (
-      !(await confirmDialog(
-        `Drain ${name}? It takes no new requests, finishes its own, and is not started again.${warning}`,
-        "Drain",
-      ))
-    )
-      return;
-    try {
-      await json(`cluster/drain?name=${encodeURIComponent(name)}`, { method: "POST" });
-      announce(`${name} drains.`);
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      if (error.status !== 401) await tell(error.message); // else the sign-in says it
-    }
+    return drain(name, warning);
   }
 
   #isLastCombined(name) {
@@ -413,13 +411,18 @@ class WorkerCard {
         { class: "row spread" },
         this.state,
         session().operator
-          ? (this.button = h("button", {
-              type: "button",
-              class: "quiet",
-              text: "Drain",
-              "aria-label": `Drain ${id}`,
-              onclick: drain,
-            }))
+          ? h(
+              "div",
+              { class: "row" },
+              (this.sleep = new SleepButton(id)).element,
+              (this.button = h("button", {
+                type: "button",
+                class: "quiet",
+                text: "Drain",
+                "aria-label": `Drain ${id}`,
+                onclick: drain,
+              })),
+            )
           : null,
       ),
       this.reason,
@@ -436,8 +439,11 @@ class WorkerCard {
     );
   }
 
-  /** Shows a worker of a snapshot that came `seconds` after the one before. */
-  show(worker, severalModels, seconds, now) {
+  /**
+   * Shows a worker of a snapshot that came `seconds` after the one before.
+   * @param {boolean} sleepsAlone Its model has several workers that can sleep.
+   */
+  show(worker, severalModels, sleepsAlone, seconds, now) {
     this.seenAt = now;
     this.role = worker.role;
     const { load, info } = worker;
@@ -447,6 +453,10 @@ class WorkerCard {
     this.#setState(worker.state, worker.reason, worker.residency?.state);
     setText(this.badge, severalModels ? `${worker.role} · ${worker.model}` : worker.role);
     this.element.dataset.role = worker.role;
+    if (this.sleep) {
+      this.sleep.element.hidden = !sleepsAlone;
+      if (sleepsAlone) this.sleep.show(worker.residency.state, load ? load.running + load.waiting : 0);
+    }
     if (!load || !info) {
       this.speed = 0;
       return;
@@ -479,6 +489,7 @@ class WorkerCard {
   /** The worker is not in the last snapshot. */
   gone(reason) {
     this.speed = 0;
+    if (this.sleep) this.sleep.element.hidden = true;
     this.#setState("gone", reason);
   }
 

@@ -100,20 +100,60 @@ export function closeDialogs() {
   for (const dialog of document.querySelectorAll("dialog")) dialog.close();
 }
 
+/**
+ * Asks for whole numbers; resolves to those that were changed by name, or to null if none was.
+ * @param {string} title
+ * @param {string} hint
+ * @param {Array<{name, label, value, least}>} fields
+ * @param {string} yes The button.
+ */
+export async function numbersDialog(title, hint, fields, yes) {
+  const inputs = fields.map(({ name, value, least }) =>
+    h("input", { id: `number-${name}`, type: "number", inputmode: "numeric", min: least, step: 1, required: true, value }),
+  );
+  const form = h(
+    "form",
+    {
+      class: "numbers",
+      onsubmit: (event) => {
+        event.preventDefault();
+        form.closest("dialog").close(yes);
+      },
+    },
+    h("h2", { text: title }),
+    fields.map(({ name, label }, at) => [h("label", { for: `number-${name}`, text: label }), inputs[at]]),
+    h("p", { class: "hint", text: hint }),
+    h("div", { class: "row end" }, closing("Cancel"), h("button", { class: "primary", text: yes })),
+  );
+  if ((await openDialog(title, form)) !== yes) return null;
+  const changed = fields
+    .map(({ name, value }, at) => [name, inputs[at].valueAsNumber, value])
+    .filter(([, wanted, value]) => wanted !== value);
+  return changed.length ? Object.fromEntries(changed) : null;
+}
+
 // Resolves to the text of the chosen button, or to "".
 function showDialog(text, buttons) {
+  const row = buttons.map(([name, look]) => closing(name, look));
+  return openDialog(text, h("p", { text }), h("div", { class: "row end" }, row));
+}
+
+// A button that closes the dialog that it is in.
+function closing(name, look) {
+  return h("button", {
+    type: "button",
+    class: look,
+    text: name,
+    onclick: (event) => event.target.closest("dialog").close(name),
+  });
+}
+
+function openDialog(label, ...content) {
   return new Promise((resolve) => {
     const dialog = h(
       "dialog",
-      { class: "question", "aria-label": text, onclose: () => (dialog.remove(), resolve(dialog.returnValue)) },
-      h("p", { text }),
-      h(
-        "div",
-        { class: "row end" },
-        buttons.map(([name, look]) =>
-          h("button", { type: "button", class: look, text: name, onclick: () => dialog.close(name) }),
-        ),
-      ),
+      { class: "question", "aria-label": label, onclose: () => (dialog.remove(), resolve(dialog.returnValue)) },
+      content,
     );
     document.body.append(dialog);
     dialog.showModal();

@@ -7,7 +7,8 @@ from playwright.sync_api import expect
 
 from bench.report.html import write_html
 from tests.bench.report.synthetic import synthetic_result
-from tests.e2e.browser import chromium, needs_chromium, window
+from tests.e2e.browser import chromium, window
+from tests.programs import needs_chromium
 
 
 @needs_chromium

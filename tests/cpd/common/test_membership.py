@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
 from cpd.common.membership import Member, lease, members
+from cpd.common.scaling import ScaleRequest, ScalingMailbox
 from cpd.common.tls import make_certificate
 from cpd.common.trust import ClusterSecret
 from deploy.redis import EmbeddedRedis, embedded_redis
@@ -22,6 +23,7 @@ from tests.waiting import DEADLINE_S
 MEMBER = Member("combined-0", "combined", "127.0.0.1:1", "here", 42)
 KEY = "cpd:c:leases"
 NO_SECRET, SECRET = ClusterSecret(""), ClusterSecret("secret")
+SCALE: ScaleRequest = {"id": "1", "launch": "2", "model": "", "combined": 2, "prefill": None, "router": None}
 
 
 @pytest.fixture
@@ -310,6 +312,11 @@ async def test_the_documented_rights_in_redis_are_enough(server: EmbeddedRedis, 
     async with Redis(unix_socket_path=server.url.removeprefix("unix://"), username="cpd", password="sesame") as client:
         async with held(client, secret=SECRET):
             assert [member.id for member in await members(client, "c", SECRET)] == [MEMBER.id]
+            mailbox = ScalingMailbox(client, "c", SECRET)
+            await mailbox.write_request(SCALE)
+            assert await mailbox.read_request() == SCALE
+            await mailbox.remove_request()
+            assert await mailbox.read_request() is None
             for forbidden in (client.get("other"), client.keys("*"), client.config_get("dir")):
                 with pytest.raises(NoPermissionError):
                     await forbidden

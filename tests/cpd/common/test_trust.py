@@ -19,6 +19,17 @@ def test_a_code_is_only_good_for_its_label_its_parts_and_its_secret() -> None:
     assert not ClusterSecret("guess").verify(code, "label", b"one", b"two")
 
 
+def test_a_signed_text_is_read_with_the_same_label_parts_and_secret_only() -> None:
+    secret = ClusterSecret("a long and secret text")
+    value = secret.signed("plan", b"do this", b"cluster")
+    assert secret.verified("plan", value, b"cluster") == b"do this"
+    assert secret.verified("plan", value, b"other") is None
+    assert secret.verified("scale", value, b"cluster") is None
+    assert secret.verified("plan", value.replace(b"this", b"that"), b"cluster") is None
+    assert secret.verified("plan", b"no code", b"cluster") is None
+    assert ClusterSecret("another secret text").verified("plan", value, b"cluster") is None
+
+
 def test_an_empty_secret_signs_nothing_and_trusts_everyone() -> None:
     secret = ClusterSecret("")
     assert (secret.sign("label", b"one"), secret.admin_key) == (b"", "")
