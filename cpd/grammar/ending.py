@@ -117,7 +117,7 @@ class _Search:
     def _allows(self, *tokens: int) -> int:
         """Returns how many of these tokens may come, one after the other."""
         self._tries += 1
-        return int(self._matcher.validate_tokens(list(tokens)))
+        return self._matcher.validate_tokens(tokens)  # type: ignore[arg-type]
 
     def _first(self, tokens: Iterable[int]) -> list[int]:
         return next(([token] for token in tokens if self._allows(token)), [])
