@@ -48,6 +48,9 @@ _ADVICE = {
 }
 """What to do, by a part of llguidance's message."""
 
+_PANIC = "PanicException"
+"""A failed assertion of llguidance, such as for a token of more than 1,024 bytes. It is no Exception."""
+
 _SETS_STACK_SIZE = threading.Lock()
 """The stack size of new threads is a setting of the whole process."""
 
@@ -147,7 +150,9 @@ class Vocabulary:
                 self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
             except ValueError:  # it has more tokens than the model
                 self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             raise GrammarError(f"grammars can't be used with this model's tokenizer: {error}") from None
         self.size = vocab_size
         self.num_words = (self._tokenizer.vocab_size + 31) // 32
