@@ -242,7 +242,7 @@ def measure_forced(checkpoint: Path, repeats: int) -> None:
 
 def measure_masks(schemas: Sequence[dict[str, Any]], steps: int) -> None:
     """Measures and prints what grammars cost with a large vocabulary, on random ways through them."""
-    tokenizer = train_bpe(islice(_texts(), 6000), LARGE_VOCABULARY)
+    tokenizer = train_bpe(islice(_texts(), 6000), LARGE_VOCABULARY, max_token_bytes=128)
     begun_s = time.perf_counter()
     vocabulary = Vocabulary(tokenizer.to_str(), LARGE_VOCABULARY, [0])
     print(f"{tokenizer.get_vocab_size()} tokens, loaded in {time.perf_counter() - begun_s:.1f} s")
