@@ -4,12 +4,13 @@
    the folders of DIR, how many are accepted; how many of their documents finish and are valid by `jsonschema`, at
    temperature 1, with random weights and with the bundled model; what compiling and masks cost. JSONSchemaBench's
    `data` folder (https://github.com/guidance-ai/jsonschemabench) is such a DIR.
-2. Speed (`--only speed`): tokens a second over HTTP of 16 streams with a schema, and of as many without.
+2. Speed (`--only speed`): tokens a second over HTTP of 16 streams with a schema, and of as many without, in turn.
 3. Forced tokens (`--only forced`): tokens a second of 16 documents whose schema says most of their text, with forced
    tokens and without, in one process.
 4. Masks (`--only masks`): what a row's mask and its other work cost in a step with a vocabulary of 152 thousand tokens,
    for two schemas, and 98 of DIR if it is given.
-5. Bombs (`--only bombs`): gaps of 16 streams beside requests with schemas and expressions that are made to take long.
+5. Bombs (`--only bombs`): gaps of 16 streams beside requests with schemas and expressions that are made to take long,
+   which come one after the other, and without them, in turns within one run.
 
 The model of 2 to 5 is that of `scripts/bench_main_path.py`, except for the vocabulary of 4.
 """
@@ -17,6 +18,7 @@ The model of 2 to 5 is that of `scripts/bench_main_path.py`, except for the voca
 import argparse
 import importlib
 import json
+import math
 import random
 import re
 import statistics
@@ -25,7 +27,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,10 @@ import httpx
 import numpy as np
 from rich.console import Console
 
+from bench.load.plan import Plan
+from bench.load.run import run_load
 from bench.prepare import prepare
+from bench.record import Failure
 from bench.report.progress import LiveProgress
 from bench.result import Summary
 from bench.run import measure
@@ -50,12 +56,19 @@ from models import tiny
 from models.tiny.make import train_bpe, write
 from scripts.bench_main_path import MODEL, ONE_COMBINED
 from scripts.constrained import ConstrainedEngine, Document, timed
+from scripts.others import other_cpu_s
 from scripts.streams import MODEL_NAME, machine
 from tests.e2e.cluster import Cluster
 
 STREAMS = 16
 SEED = 29
 LARGE_VOCABULARY = 151_936
+WARM_S = 4.0
+"""Time before the first turn of a run."""
+MAX_OTHERS = 0.06
+"""Pairs of turns count only if other processes kept at most this many cores busy."""
+SETTLE_S = 0.3
+"""Start of a turn that is not counted, in which the work of the turn before ends."""
 LISTS: dict[str, Any] = {
     "type": "array",
     "items": {
@@ -229,7 +242,7 @@ def measure_forced(checkpoint: Path, repeats: int) -> None:
 
 def measure_masks(schemas: Sequence[dict[str, Any]], steps: int) -> None:
     """Measures and prints what grammars cost with a large vocabulary, on random ways through them."""
-    tokenizer = train_bpe(islice(_texts(), 6000), LARGE_VOCABULARY)
+    tokenizer = train_bpe(islice(_texts(), 6000), LARGE_VOCABULARY, max_token_bytes=128)
     begun_s = time.perf_counter()
     vocabulary = Vocabulary(tokenizer.to_str(), LARGE_VOCABULARY, [0])
     print(f"{tokenizer.get_vocab_size()} tokens, loaded in {time.perf_counter() - begun_s:.1f} s")
@@ -263,62 +276,130 @@ def measure_speed(model: Path, repeats: int, requests: int) -> None:
     with Cluster(model=str(model), served_model_name=MODEL_NAME, dtype="auto", **ONE_COMBINED) as cluster:
         for fields in asked.values():
             _load(cluster, model, 2 * STREAMS, fields)  # warms up
-        for _ in range(repeats):
-            for name, fields in asked.items():
+        for number in range(repeats):
+            for name, fields in list(asked.items())[:: -1 if number % 2 else 1]:
+                begun_s, others_s = time.perf_counter(), other_cpu_s()
                 summary = _load(cluster, model, requests, fields)
-                rates[name].append(summary.output_tokens_per_s or 0.0)
+                others = (other_cpu_s() - others_s) / (time.perf_counter() - begun_s)
+                rates[name].append(summary.output_tokens_per_s or 0.0 if others <= MAX_OTHERS else math.nan)
                 print(
-                    f"{name:8} {rates[name][-1]:8.0f} tok/s   ITL p50 {summary.itl_ms.p50} p99 {summary.itl_ms.p99} ms"
+                    f"{name:8} {summary.output_tokens_per_s:8.0f} tok/s   ITL p50 {summary.itl_ms.p50:.2f} "
+                    f"p99 {summary.itl_ms.p99:.2f} ms"
+                    + (
+                        f"   not counted: {others:.2f} cores were busy with other processes"
+                        if others > MAX_OTHERS
+                        else ""
+                    )
                 )
     ratios = [ours / theirs for ours, theirs in zip(rates["with"], rates["without"], strict=True)]
-    print(f"with a schema {statistics.median(ratios):.2f} x (goal 0.9; {min(ratios):.2f} to {max(ratios):.2f})")
-
-
-def measure_bombs(model: Path, repeats: int, requests: int) -> None:
-    """Measures and prints the gaps of streams beside bombs and without them, in turn."""
-    gaps: dict[str, list[float]] = {"alone": [], "beside": []}
-    with Cluster(model=str(model), served_model_name=MODEL_NAME, dtype="auto", **ONE_COMBINED) as cluster:
-        _load(cluster, model, 2 * STREAMS, {})  # warms up
-        for _ in range(repeats):
-            gaps["alone"].append(_load(cluster, model, requests, {}).itl_ms.p99 or 0.0)
-            with _throwing(cluster) as answers:
-                gaps["beside"].append(_load(cluster, model, requests, {}).itl_ms.p99 or 0.0)
-            print(
-                f"ITL p99 alone {gaps['alone'][-1]:.1f} ms, beside bombs {gaps['beside'][-1]:.1f} ms; bombs: {answers}"
-            )
-    ratios = [beside / alone for alone, beside in zip(gaps["alone"], gaps["beside"], strict=True)]
+    ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
+    if not ratios:
+        return
+    low, median, high = np.percentile(ratios, [25, 50, 75])
     print(
-        f"beside bombs ITL p99 is {statistics.median(ratios):.2f} x (goal 1.2; {min(ratios):.2f} to {max(ratios):.2f})"
+        f"with a schema {median:.2f} x (goal 0.9; half of the pairs {low:.2f} to {high:.2f}, "
+        f"all {len(ratios)} {min(ratios):.2f} to {max(ratios):.2f})"
     )
 
 
-@contextmanager
-def _throwing(cluster: Cluster) -> Iterator[Counter[str]]:
-    """Sends bombs, one after the other, while the context is open. Counts the statuses of the answers."""
-    over, answers = threading.Event(), Counter[str]()
+def measure_bombs(model: Path, repeats: int, turn_s: float) -> None:
+    """Measures and prints the gaps of streams beside bombs and without them, in turns within one run."""
+    throwing, over = threading.Event(), threading.Event()
+    with (
+        Cluster(model=str(model), served_model_name=MODEL_NAME, dtype="auto", **ONE_COMBINED) as cluster,
+        ThreadPoolExecutor() as threads,
+        LiveProgress(Console(stderr=True)) as progress,
+    ):
+        settings = _settings(cluster, model, 1 << 20, {})
+        prepared = prepare(settings)
+        plan = Plan(prepared.target, settings, prepared.texts, prepared.seed, processes=1)
+        try:
+            thrown = threads.submit(_throw, cluster.url, throwing, over)
+            taken = threads.submit(_take_turns, throwing, over, 2 * repeats, turn_s)
+            records = run_load(plan, progress, lambda *_: over.is_set()).records
+        finally:
+            over.set()
+    if errors := Counter(record.error for record in records if record.error not in ("", Failure.ABORTED)):
+        raise RuntimeError(f"not all requests completed: {errors}")
+    chunks = [np.array(record.content_s) for record in records if record.content_s]
+    ends_s = np.concatenate([times[1:] for times in chunks])
+    gaps_ms = 1e3 * np.concatenate([np.diff(times) for times in chunks])
+    rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+    turns = taken.result()
+    for pair in zip(turns[::2], turns[1::2], strict=True):
+        if max(turn.others for turn in pair) <= MAX_OTHERS:
+            for turn in pair:
+                gaps = gaps_ms[(ends_s >= turn.start_s) & (ends_s < turn.end_s)]
+                rows[turn.beside].append((*np.percentile(gaps, [50, 99]), len(gaps) / (turn.end_s - turn.start_s)))
+    print(f"{len(rows[True])} pairs of turns of {repeats}; beside the others, other processes ran")
+    if not rows[True]:
+        return
+    for name, figures in (("alone", rows[False]), ("beside bombs", rows[True])):
+        p50, p99, rate = np.median(figures, axis=0)
+        print(f"{name:12} ITL p50 {p50:.2f}, p99 {p99:.2f} ms, {rate:.0f} gaps a second (medians)")
+    answers = thrown.result()
+    by_status = Counter(status for status, _ in answers)
+    longest = {status: max(seconds for other, seconds in answers if other == status) for status in by_status}
+    print(f"answers to bombs: {dict(by_status)}; the slowest, s: { {key: round(s, 2) for key, s in longest.items()} }")
+    ratios = [own[1] / other[1] for own, other in zip(rows[True], rows[False], strict=True)]
+    low, median, high = np.percentile(ratios, [25, 50, 75])
+    print(f"beside bombs ITL p99 is {median:.2f} x (goal 1.2; half of the pairs {low:.2f} to {high:.2f})")
 
-    def throw() -> None:
-        with httpx.Client(base_url=cluster.url, timeout=60) as client:
-            for bomb in chain.from_iterable(map(bombs, iter(time.time_ns, 0))):
-                if over.is_set():
-                    return
-                body = {"model": MODEL_NAME, "prompt": "a", "max_tokens": 32, **bomb}
-                try:
-                    answers[str(client.post("/v1/completions", json=body).status_code)] += 1
-                except httpx.HTTPError as error:
-                    answers[type(error).__name__] += 1
 
-    thread = threading.Thread(target=throw)
-    thread.start()
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a run, on the clock of `bench.record`.
+
+    Attributes:
+        beside: Whether bombs were thrown.
+        others: Cores that other processes kept busy.
+    """
+
+    beside: bool
+    start_s: float
+    end_s: float
+    others: float
+
+
+def _take_turns(throwing: threading.Event, over: threading.Event, count: int, turn_s: float) -> list[Turn]:
+    """Takes turns without bombs and with them, in the order A B B A, and ends the run."""
+    turns = []
     try:
-        yield answers
+        time.sleep(WARM_S)
+        for number in range(count):
+            beside = number % 4 in (1, 2)
+            (throwing.set if beside else throwing.clear)()
+            time.sleep(SETTLE_S)
+            start_s, others_s = time.perf_counter(), other_cpu_s()
+            time.sleep(turn_s)
+            end_s = time.perf_counter()
+            turns.append(Turn(beside, start_s, end_s, (other_cpu_s() - others_s) / (end_s - start_s)))
     finally:
         over.set()
-        thread.join()
+    return turns
 
 
-def _load(cluster: Cluster, model: Path, requests: int, fields: dict[str, Any]) -> Summary:
-    settings = RunSettings.load(
+def _throw(url: str, throwing: threading.Event, over: threading.Event) -> list[tuple[str, float]]:
+    """Sends bombs, one after the other, while `throwing` is set. Returns the status and the seconds of each answer."""
+    answers: list[tuple[str, float]] = []
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for bomb in chain.from_iterable(map(bombs, iter(time.time_ns, 0))):
+            while not throwing.wait(0.1) and not over.is_set():
+                pass
+            if over.is_set():
+                return answers
+            body = {"model": MODEL_NAME, "prompt": "a", "max_tokens": 32, **bomb}
+            begun_s = time.perf_counter()
+            try:
+                answer = str(client.post("/v1/completions", json=body).status_code)
+            except httpx.HTTPError as error:
+                answer = type(error).__name__
+            answers.append((answer, time.perf_counter() - begun_s))
+    return answers
+
+
+def _settings(cluster: Cluster, model: Path, requests: int, fields: dict[str, Any]) -> RunSettings:
+    return RunSettings.load(
         {
             "url": cluster.url,
             "endpoint": "completions",
@@ -330,6 +411,10 @@ def _load(cluster: Cluster, model: Path, requests: int, fields: dict[str, Any]) 
             "extra_body": json.dumps(fields) if fields else "",
         }
     )
+
+
+def _load(cluster: Cluster, model: Path, requests: int, fields: dict[str, Any]) -> Summary:
+    settings = _settings(cluster, model, requests, fields)
     with LiveProgress(Console(stderr=True)) as progress:
         summary = measure(settings, prepare(settings), None, None, progress).summary
     if summary.completed != requests:
@@ -344,8 +429,9 @@ def main() -> None:
     parser.add_argument("--schemas", type=Path, metavar="DIR", help="folder with JSON schemas in folders")
     parser.add_argument("--count", type=int, default=1000, help="number of schemas")
     parser.add_argument("--max-tokens", type=int, default=1024, help="limit on the tokens of a document")
-    parser.add_argument("--repeats", type=int, default=5, help="number of runs of each kind")
-    parser.add_argument("--requests", type=int, default=64, help="requests in a run over HTTP")
+    parser.add_argument("--repeats", type=int, default=5, help="number of runs or turns of each kind")
+    parser.add_argument("--requests", type=int, default=192, help="requests in a run of the part speed")
+    parser.add_argument("--turn", type=float, default=2.0, metavar="S", help="seconds of a turn of the part bombs")
     arguments = parser.parse_args()
     if arguments.only == "schemas" and arguments.schemas is None:
         parser.error("--only schemas needs --schemas")
@@ -361,7 +447,7 @@ def main() -> None:
         if wanted("speed"):
             measure_speed(model, arguments.repeats, arguments.requests)
         if wanted("bombs"):
-            measure_bombs(model, arguments.repeats, arguments.requests)
+            measure_bombs(model, arguments.repeats, arguments.turn)
         use_threads(own_cores())
         if wanted("schemas") and drawn:
             for name, checkpoint in (("random weights", model), ("the bundled model", tiny.CHECKPOINT)):

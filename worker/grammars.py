@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from cpd.common.process import give_way
 from cpd.grammar.compiler import CompiledGrammar, Vocabulary
 from cpd.grammar.grammar import Grammar, GrammarError
 from engine.types import Request
@@ -18,7 +19,7 @@ MAX_COMPILED = 128
 
 
 class Grammars:
-    """Compiles grammars, one after the other on a thread of its own, and keeps them. Use it on the event loop.
+    """Compiles grammars, one after the other on a thread that gives way, and keeps them. Use it on the event loop.
 
     Args:
         vocabulary: The model's tokens; None: no grammar can be followed.
@@ -26,7 +27,7 @@ class Grammars:
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
         self._vocabulary = vocabulary
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread = ThreadPoolExecutor(1, "grammars", initializer=give_way)
         self._compiled: OrderedDict[bytes, asyncio.Future[CompiledGrammar]] = OrderedDict()
 
     @property

@@ -1,5 +1,6 @@
 """What each process of a cluster sets up at start."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -25,10 +26,21 @@ YOUNG_OBJECTS = 50_000
 SWITCH_INTERVAL_S = 1e-4
 """Longest time that a thread holds the interpreter while another one waits for it."""
 
+NICENESS = 5
+"""Added to the niceness of threads that give way. What other requests wait for runs before them when cores are few;
+much more would leave a thread without a core while it holds the interpreter."""
+
 
 def switch_threads_often() -> None:
     """Lets an urgent thread, such as an engine's, wait less for the interpreter. Python's default is 5 ms."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def give_way() -> None:
+    """Lowers the priority of this thread, and of those that it starts; on Linux a process's threads have their own."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; the thread works all the same
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def collect_garbage_rarely() -> None:

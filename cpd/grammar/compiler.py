@@ -48,6 +48,9 @@ _ADVICE = {
 }
 """What to do, by a part of llguidance's message."""
 
+_PANIC = "PanicException"
+"""A failed assertion of llguidance, such as for a token of more than 1,024 bytes. It is no Exception."""
+
 _SETS_STACK_SIZE = threading.Lock()
 """The stack size of new threads is a setting of the whole process."""
 
@@ -61,14 +64,15 @@ def check(grammar: Grammar) -> None:
         GrammarError: It is not valid, too complex, has a feature that is not supported, or no output fits.
     """
     source = _source(grammar)
-    message = _with_deep_stack(lambda: LLMatcher.validate_grammar(source, None, limits=_limits()))
-    if message and not message.startswith("WARNING"):
-        raise GrammarError(_explain(message))
-    if not marker_tokens(grammar):  # a vocabulary of bytes has no other tokens
-        matcher = _with_deep_stack(lambda: LLMatcher(_byte_tokenizer(), source, log_level=0, limits=_limits()))
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise GrammarError("no output fits the grammar: it contradicts itself, or refers to itself without end")
+    if marker_tokens(grammar):  # a vocabulary of bytes does not have them
+        message = _with_deep_stack(lambda: LLMatcher.validate_grammar(source, None, limits=_limits()))
+        if message and not message.startswith("WARNING"):
+            raise GrammarError(_explain(message))
+        return
+    matcher = _matcher(_byte_tokenizer(), source)
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError("no output fits the grammar: it contradicts itself, or refers to itself without end")
 
 
 @cache
@@ -146,7 +150,9 @@ class Vocabulary:
                 self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
             except ValueError:  # it has more tokens than the model
                 self._tokenizer = LLTokenizer(tokenizer_json, eos_token=eos)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             raise GrammarError(f"grammars can't be used with this model's tokenizer: {error}") from None
         self.size = vocab_size
         self.num_words = (self._tokenizer.vocab_size + 31) // 32
@@ -172,10 +178,7 @@ class Vocabulary:
         Raises:
             GrammarError: It is not valid, too complex, or has a feature that is not supported.
         """
-        source = _source(grammar)
-        matcher = _with_deep_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=_limits()))
-        if matcher.is_error():
-            raise GrammarError(_explain(matcher.get_error()))
+        matcher = _matcher(self._tokenizer, _source(grammar))
         matcher.compute_bitmask()
         if matcher.is_error():  # such as a schema that refers to itself without end
             raise GrammarError(f"no output of this model fits the grammar: {describe(matcher.get_error())}")
@@ -213,6 +216,18 @@ def _repeats_much(text: str) -> bool:
     """True if a regular expression, perhaps in a JSON document, may repeat a text more than MAX_REPEATED times."""
     parts = (re.findall(r"\{(\d+)", part) for part in re.split(r'["\n]', text))
     return any(math.prod(map(int, counts)) > MAX_REPEATED for counts in parts)
+
+
+def _matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Compiles a grammar in llguidance's own form.
+
+    Raises:
+        GrammarError: It is not valid, too complex, or has a feature that is not supported.
+    """
+    matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, source, log_level=0, limits=_limits()))
+    if matcher.is_error():
+        raise GrammarError(_explain(matcher.get_error()))
+    return matcher
 
 
 def _limits() -> LLParserLimits:

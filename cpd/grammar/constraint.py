@@ -88,7 +88,9 @@ class TokenConstraint:
         self._tokens = tokens
         self._left = _NO_LIMIT  # tokens that may still come
         self._check_at = -1  # with fewer left, the next ending is looked for
-        self._near = -1  # with fewer left, one is looked for at the start of lists and objects, too
+        self._near = -1  # with fewer left, one is looked for at the start of lists and objects, too; -1: none was found
+        self._words = np.empty(tokens.num_words, np.int32)  # for the matcher's masks
+        self._address = self._words.ctypes.data  # asking for it takes a tenth of a mask's time
         self._forced = deque(self._only_way())
 
     @property
@@ -113,12 +115,11 @@ class TokenConstraint:
         if self._forced and not self.error:
             return mask_of([self._forced[0]], 32 * len(self._tokens.text))
         if not self.error:
-            words = np.zeros(self._tokens.num_words, np.int32)
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
             if self._matcher.is_error():
                 self.error = f"the grammar can't be followed further{self._reason()}"
             else:
-                allowed: Mask = words[: len(self._tokens.text)] & self._tokens.text
+                allowed: Mask = self._words[: len(self._tokens.text)] & self._tokens.text
                 if self._matcher.is_accepting() and (may_end or not allowed.any()):
                     allowed |= self._tokens.ends
                 if allowed.any():
@@ -163,6 +164,8 @@ class TokenConstraint:
         """
         other = copy(self)
         other._matcher, other._forced = self._matcher.deep_copy(), self._forced.copy()
+        other._words = np.empty_like(self._words)
+        other._address = other._words.ctypes.data
         if left is not None:
             other._left = left
             other._plan_check(self._tokens.shortest)
@@ -175,7 +178,7 @@ class TokenConstraint:
         is_forced = bool(self._forced) and self._forced[0] == token_id
         self._left -= 1
         is_due = not is_forced and self._is_due(token_id)
-        before = self._matcher.deep_copy() if is_due and replaceable else None
+        before = self._matcher.deep_copy() if is_due and replaceable and self._near > 0 else None
         if not self._take(self._matcher, token_id):
             self.error = f"the grammar does not allow token {token_id} here{self._reason()}"
             return None

@@ -55,7 +55,13 @@ SIZES: Mapping[str, Any] = {
 """config.json fields of a model with 0.7 million parameters."""
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int, splits: Sequence[Any] = (), min_frequency: int = 0) -> Tokenizer:
+def train_bpe(
+    texts: Iterator[str],
+    vocab_size: int,
+    splits: Sequence[Any] = (),
+    min_frequency: int = 0,
+    max_token_bytes: int | None = None,
+) -> Tokenizer:
     """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, special tokens first.
 
     Args:
@@ -63,6 +69,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, splits: Sequence[Any] = (),
         vocab_size: Largest size of the vocabulary.
         splits: Pre-tokenizers that split the text first.
         min_frequency: Least occurrences of a merged pair.
+        max_token_bytes: Length of the longest token; None: no limit.
     """
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,6 +78,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, splits: Sequence[Any] = (),
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
+        max_token_length=max_token_bytes,
         special_tokens=[AddedToken(name, special=True) for name in (END_OF_TEXT, TURN_START, TURN_END)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

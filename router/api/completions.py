@@ -23,7 +23,7 @@ from router.api.respond import CompletionResponse
 from router.api.responses import ApiFinishReason
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
-from router.api.structured import refusal
+from router.api.structured import grammar_of, refusal
 from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -137,7 +137,7 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         tenant, tools, output = caller.tenant.salt, request.offered_tools, self.output_format
-        asked = await self._grammars.asked(request, tenant)
+        asked = await self._asked(request, caller)
         prompt, end = await self.chat_prompt(request, caller)
         of_calls = await self.off_loop(partial(self._grammars.of_calls, request, asked, end), caller)
         grammar = await self._grammars.checked(of_calls, tenant)
@@ -175,7 +175,7 @@ class CompletionService:
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        asked = await self._grammars.asked(request, caller.tenant.salt)
+        asked = await self._asked(request, caller)
         grammar = None if asked is None else asked[1]
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -190,6 +190,11 @@ class CompletionService:
         if request.echo:
             form = partial(EchoedCompletionFormat, prompts=await self.off_loop(partial(self._texts, request), caller))
         return await self._start(request, prompts, caller, "prompt", form, grammar)
+
+    async def _asked(self, request: GenerateRequest, caller: Caller) -> tuple[str, Grammar] | None:
+        """Returns the field that constrains a request's answer, and its grammar; see `OutputGrammars.asked`."""
+        found = await self.off_loop(partial(grammar_of, request), caller)
+        return await self._grammars.asked(request, found, caller.tenant.salt)
 
     def _texts(self, request: CompletionRequest) -> list[str]:
         decode = self.text_files.tokenizer.decode

@@ -6,7 +6,7 @@ from typing import Any
 from cpd.grammar.grammar import Grammar, GrammarError, json_schema
 from cpd.grammar.lark import without_comments
 from router.api.schemas import ChatRequest, GenerateRequest
-from router.api.structured import GrammarChecker, grammar_of, refusal
+from router.api.structured import GrammarChecker, refusal
 from router.dispatch.workers import Workers
 from router.errors import invalid
 from router.text.parsers.call_grammar import CallRules
@@ -30,15 +30,19 @@ class OutputGrammars:
         self._output_format = output_format
         self._checker = GrammarChecker(text_files.tokenizer.threads)
 
-    async def asked(self, request: GenerateRequest, tenant: bytes) -> tuple[str, Grammar] | None:
+    async def asked(
+        self, request: GenerateRequest, found: tuple[str, Grammar] | None, tenant: bytes
+    ) -> tuple[str, Grammar] | None:
         """Returns the field that constrains a request's answer, and its grammar, checked.
 
         None if there is none, or no answer: then `response_format` means nothing.
 
+        Args:
+            found: What `grammar_of` returned.
+
         Raises:
             ApiError: The grammar can't be used.
         """
-        found = grammar_of(request)
         if found is None:
             return None
         param, grammar = found

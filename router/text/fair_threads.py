@@ -8,23 +8,18 @@ work never waits for one with much.
 """
 
 import asyncio
-import contextlib
-import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from cpd.common.process import give_way
+
 T = TypeVar("T")
 
 LARGE = 1 << 18
 """In characters or bytes: about a tenth of a second's work."""
-
-NICENESS = 5
-"""Added to the niceness of the threads. The event loop, which other requests wait for, runs before them when cores are
-few; much more would leave a thread without a core while it holds the interpreter."""
 
 
 @dataclass(slots=True)
@@ -47,7 +42,7 @@ class FairThreads:
     """A pool of threads. Its tenants are any hashable values."""
 
     def __init__(self, num_threads: int = 2) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, "text", initializer=_give_way)
+        self._pool = ThreadPoolExecutor(num_threads, "text", initializer=give_way)
         self._free = num_threads
         self._large_free = max(1, num_threads - 1)
         self._tenants: dict[bytes, _Tenant] = {}
@@ -105,10 +100,3 @@ class FairThreads:
         account = self._tenants[key]
         if not (account.jobs or account.running) and (account.start <= self._now or len(self._tenants) == 1):
             del self._tenants[key]
-
-
-def _give_way() -> None:
-    """Lowers the priority of this thread; on Linux a process's threads have their own."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; the thread works all the same
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)

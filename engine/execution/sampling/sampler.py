@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from engine.batch import Sampled, SampleRow
 from engine.ops.buffers import upload
@@ -94,12 +95,14 @@ class ChosenTokens:
 
 
 class Sampler:
-    """Samples one token per row. Its only state is a constant: a hash of every token id, for the noise."""
+    """Samples one token per row. Its only state are constants: a hash of every token id, for the noise, and what each
+    byte of a grammar's mask adds to its eight logits."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", top_k: TopK = torch.topk) -> None:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._token_keys = _token_keys(vocab_size).to(device)
+        self._byte_masks = _byte_masks().to(device)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Chooses tokens and waits for them. `rows` can be empty. See `choose`."""
@@ -123,7 +126,7 @@ class Sampler:
             logits = logits.float()
             _adjust(logits, rows)
         if constrained := [i for i, row in enumerate(rows) if row.constraint is not None]:
-            _constrain(logits, rows, constrained)
+            _constrain(logits, rows, constrained, self._byte_masks)
         if len(drawn) == len(rows):
             chosen = self._draw(logits, rows)
         else:
@@ -298,17 +301,27 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         flat.index_add_(0, *entries)
 
 
-def _constrain(logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int]) -> None:
-    """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]"""
+def _constrain(logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int], byte_masks: Tensor) -> None:
+    """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]
+
+    On a CPU this takes a tenth of the time of unpacking the bits and `masked_fill`.
+
+    Args:
+        byte_masks: See `_byte_masks`.
+    """
     masks = [row.constraint.mask(may_end=not _too_short(row)) for row in rows if row.constraint is not None]
-    words = upload(torch.from_numpy(np.stack(masks)), logits.device)
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    forbidden = ((words[:, :, None] >> bits) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    masked = upload(torch.from_numpy(np.stack(masks).view(np.uint8)), logits.device)
+    added = embedding(masked.int(), byte_masks).flatten(1)[:, : logits.shape[1]].to(logits.dtype)
     if len(constrained) == len(rows):
-        logits.masked_fill_(forbidden, -math.inf)
+        logits += added
     else:
-        where = _index(constrained, logits)
-        logits[where] = logits[where].masked_fill(forbidden, -math.inf)
+        logits.index_add_(0, _index(constrained, logits), added)
+
+
+def _byte_masks() -> Tensor:
+    """What each byte of a mask adds to the logits of its eight tokens: 0, or -inf where its bit is 0. [256, 8]"""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf)))
 
 
 class _Entries:

@@ -145,6 +145,14 @@ def test_a_grammar_without_an_end_token_is_refused(vocabulary: Vocabulary) -> No
         vocabulary.compile(grammars.regex("a")).constraint([])
 
 
+def test_a_tokenizer_with_a_token_that_is_too_long_is_refused() -> None:
+    """llguidance panics: that is no Exception, and would end the worker."""
+    tokenizer = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["a" * 3000] = VOCAB_SIZE
+    with pytest.raises(GrammarError, match="tokenizer"):
+        Vocabulary(json.dumps(tokenizer), VOCAB_SIZE + 1)
+
+
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match="can't be read"):
         Vocabulary.of_checkpoint(tmp_path, 100)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from cpd.grammar import ending
 from cpd.grammar import grammar as grammars
 from cpd.grammar.compiler import CompiledGrammar, Vocabulary, check
 from cpd.grammar.constraint import TokenConstraint
@@ -235,6 +236,22 @@ def test_an_ending_is_only_taken_when_it_is_needed(vocabulary: Vocabulary) -> No
         free = output(grammar.constraint([EOS]), seed, 150)
         limited = output(grammar.constraint([EOS]).fork(300), seed, 150)
         assert limited == free
+
+
+def test_a_search_that_leads_nowhere_is_given_up_soon(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams of the batch wait for it."""
+    constraint = vocabulary.compile(grammars.regex("(a|b)*a(a|b){40}")).constraint([EOS]).fork(32)
+    searches: list[Any] = []
+    run = ending._Search.run
+
+    def counted(search: Any, most: int) -> list[int] | None:
+        searches.append(search)
+        return run(search, most)
+
+    monkeypatch.setattr(ending._Search, "run", counted)
+    output(constraint, 1, 32)
+    assert searches
+    assert max(search._tries for search in searches) < 1000
 
 
 # ---- exactness ----

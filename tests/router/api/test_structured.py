@@ -3,16 +3,17 @@
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 import pytest
 
-from cpd.grammar.grammar import MAX_BYTES
+from cpd.grammar.grammar import MAX_BYTES, Grammar
 from cpd.rpc import cpd_pb2 as pb
 from router.api.schemas import ChatRequest, CompletionRequest, parse
-from router.api.structured import grammar_of
+from router.api.structured import Fields, grammar_of
 from router.errors import ApiError
 from tests.router.conftest import Router, Says, StartRouter, StartWorker
 from tests.router.fake_worker import Answer, FakeWorker, outputs
@@ -124,6 +125,31 @@ async def test_what_can_not_be_followed_is_refused_before_it_is_placed(
             assert error["param"] == param
             assert re.search(reason, error["message"]), error["message"]
     assert not worker.submits
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_large_schema_is_read_beside_the_event_loop(
+    start_router: StartRouter,
+    start_worker: StartWorker,
+    says: Says,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    """A megabyte takes 50 ms, and no other stream should wait for it."""
+    readers: list[threading.Thread] = []
+
+    def read(request: Fields) -> tuple[str, Grammar] | None:
+        readers.append(threading.current_thread())
+        return grammar_of(request)
+
+    monkeypatch.setattr("router.api.completions.grammar_of", read)
+    router = await start_router(await start_worker(says("fox"), hello=ABLE))
+    body = (CHAT if "chat" in path else TEXT) | {"guided_json": {"properties": {f"p{i}": {} for i in range(50_000)}}}
+    response = await router.http.post(path, json=body)
+    assert response.status_code == 400
+    assert str(MAX_BYTES) in response.json()["error"]["message"]
+    assert readers
+    assert threading.current_thread() not in readers
 
 
 async def test_the_grammar_reaches_the_worker(start_router: StartRouter, start_worker: StartWorker, says: Says) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from router.text.fair_threads import LARGE, NICENESS, FairThreads
+from cpd.common.process import NICENESS
+from router.text.fair_threads import LARGE, FairThreads
 
 
 class Calls:
