@@ -6,8 +6,10 @@ third of the time of its import, in every process. There is no setting against i
 
 import sys
 
-_known = sys.modules.get("opentelemetry")
-sys.modules["opentelemetry"] = None  # type: ignore[assignment]  # importing it fails
+_METRICS = ("opentelemetry.metrics", "opentelemetry.sdk.metrics")
+
+_known = {name: sys.modules.get(name) for name in _METRICS}
+sys.modules.update(dict.fromkeys(_METRICS))  # type: ignore[arg-type]  # importing them fails
 try:
     from redis import Redis as BlockingRedis
     from redis.asyncio import Redis
@@ -17,9 +19,10 @@ try:
     from redis.exceptions import RedisError
     from redis.retry import Retry as BlockingRetry
 finally:
-    del sys.modules["opentelemetry"]
-    if _known is not None:
-        sys.modules["opentelemetry"] = _known
+    for _name, _module in _known.items():
+        del sys.modules[_name]
+        if _module is not None:
+            sys.modules[_name] = _module
 
 __all__ = [
     "BlockingRedis",
