@@ -2,8 +2,11 @@
 
 One worker with a real engine and session serves a model with random weights in bfloat16. In each round it goes to sleep
 without requests, copies as many bytes as its weights have in the plainest way (the same pieces and threads, into memory
-that is as new to the process, without checksums), and wakes from the staged copy. Then it goes to sleep with streams in
-the middle of their answers, and wakes from the checkpoint, which the system still has in its cache.
+that is as new to the process, in huge pages, without checksums), and wakes from the staged copy. Then it goes to sleep
+with streams in the middle of their answers, and wakes from the checkpoint, which the system still has in its cache.
+
+Resident memory is that of this process, which also runs the router's side and the measurements. The staged copy is not
+in it: the system counts that as shared memory (`RssShmem`).
 """
 
 import argparse
@@ -14,17 +17,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from cpd.common.blocks import extend_hashes, hash_root
 from deploy.redis import embedded_redis
 from engine.execution.cpu.lanes import own_cores
 from engine.execution.cpu.model_memory import PIECE_BYTES
+from engine.execution.cpu.system_memory import own
 from engine.types import Request, SamplingParams
 from kvtransfer.local import LocalNetwork
 from models.tiny.make import write
@@ -50,13 +53,13 @@ class PlainCopy:
     """Copies bytes with several threads."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._source = np.frombuffer(_new_memory(num_bytes), np.uint8)
+        self._source = own(num_bytes)
         self._source[:] = 1
         self._threads = ThreadPoolExecutor(own_cores())
 
     def seconds(self) -> float:
         """Times a copy into new memory."""
-        target = np.frombuffer(_new_memory(len(self._source)), np.uint8)
+        target = own(len(self._source))
         starts = iter(range(0, len(self._source), PIECE_BYTES))
 
         def copy() -> None:
@@ -69,15 +72,10 @@ class PlainCopy:
         return time.perf_counter() - begin_s
 
 
-def _new_memory(num_bytes: int) -> mmap:
-    memory = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    memory.madvise(MADV_HUGEPAGE)
-    return memory
-
-
 def resident_mib() -> float:
-    """Resident memory of this process."""
-    return float(psutil.Process().memory_info().rss) / 2**20
+    """Resident memory of this process, without shared memory."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(status[kind].split()[0]) for kind in ("RssAnon", "RssFile")) / 1024
 
 
 async def begin_streams(router: Client, first: int) -> list[Answer]:
@@ -125,7 +123,9 @@ async def main(weights: float, pool: float, rounds: int) -> None:
     layers = max(1, round(weights * 2**30 / LAYER_BYTES))
     with tempfile.TemporaryDirectory() as folder, embedded_redis(Path(folder) / "r") as redis:
         model = Path(folder) / "model"
-        write(model, **MODEL, num_hidden_layers=layers)
+        writer = get_context("spawn").Process(target=write, args=(model,), kwargs=MODEL | {"num_hidden_layers": layers})
+        writer.start()  # its memory would stay with this process
+        writer.join()
         settings: dict[str, Any] = {
             "model": str(model),
             "device": "cpu",
@@ -184,7 +184,7 @@ async def main(weights: float, pool: float, rounds: int) -> None:
         print(f"{what}: {plain_s / statistics.median(seconds):.2f} of the speed of a plain copy")
     print(
         f"resident memory: {before_mib:.0f} MiB before the start, {awake_mib:.0f} awake, {asleep_mib:.0f} asleep "
-        f"({asleep_mib / awake_mib:.1%}); staged copy, not resident: {size / 2**20:.0f} MiB"
+        f"({asleep_mib / awake_mib:.1%}); not counted: the staged copy, {size / 2**20:.0f} MiB"
     )
 
 

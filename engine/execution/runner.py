@@ -1,9 +1,7 @@
 """Runs batches with torch. Owns the weights and the KV pool of one device."""
 
-import contextlib
 import logging
 import math
-import mmap
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,6 +11,7 @@ import torch
 from cpd.common.errors import ConfigError
 from engine.execution.cpu.lanes import CallerLane, make_splits
 from engine.execution.cpu.model_memory import ModelMemory
+from engine.execution.cpu.system_memory import own
 from engine.execution.executor import Lane, Split
 from engine.execution.host_memory import CpuHostMemory, TorchHostMemory
 from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
@@ -219,10 +218,7 @@ class TorchRunner:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates zeros. On a CPU they are page-aligned and resident: no step waits for a page fault."""
+    """Allocates zeros. On a CPU they are resident: no step waits for a page fault."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # systems without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
+    return torch.from_numpy(own(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape).zero_()

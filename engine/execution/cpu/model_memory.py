@@ -4,8 +4,9 @@
                               ▲         │ an error says why it failed, and nothing is held
                               └─────────┘
 
-The tensors keep their addresses, so that packed weights, views and pointers to pages stay valid: `release` only gives
-the memory behind them back to the system. `restore` gets the weights from one of two sources:
+All weights are in one memory, which consists of whole huge pages. `ModelMemory` moves them there when it is made. From
+then on the tensors keep their addresses: `release` only gives the memory behind them back to the system. `restore` gets
+the weights from one of two sources:
 
 | source          | what it holds                                       | who makes it                     |
 | the staged copy | the bytes of all weights, as the kernels use them   | `stage`, until `unstage`         |
@@ -13,16 +14,16 @@ the memory behind them back to the system. `restore` gets the weights from one o
 
 The staged copy is host memory of its own, and never changes: going to sleep copies nothing.
 
-Weights are copied and verified in pieces, by all cores. The checksum of each piece was made when the weights were
-loaded; `restore` compares it with what is in place afterwards.
+The memory of the weights is copied and verified in pieces, by all cores. The checksum of each piece was made when the
+weights were loaded; `restore` compares it with what is in place afterwards. A staged copy is copied and verified in one
+pass, 2 MiB at a time: that takes little longer than a plain copy.
 """
 
 import ctypes
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -32,7 +33,6 @@ import xxhash
 from cpd.common.errors import CheckpointError, ConfigError
 from engine.execution.cpu import system_memory
 from engine.execution.cpu.lanes import use_threads
-from engine.execution.cpu.staged_copy import StagedCopy
 from engine.execution.cpu.system_memory import Bytes
 from engine.execution.memory_limits import available_memory
 
@@ -42,33 +42,24 @@ Result = TypeVar("Result")
 ReadAgain = Callable[[], Generator[tuple[torch.Tensor, torch.Tensor], None, None]]
 """Yields each weight with a new tensor of the same content, from the checkpoint. Raises CheckpointError."""
 
-PIECE_BYTES = 1 << 20
-"""A piece is still in the core's cache when its checksum is computed."""
+PIECE_BYTES = system_memory.HUGE_PAGE_BYTES
+"""If two cores write into one new huge page, both fill it with zeros first."""
+
+CACHED_BYTES = 512 << 10
+"""Bytes that are still in the core's cache when their checksum is computed."""
 
 _RANGE_BYTES = 32 << 20
 """Memory that is released or populated in one call."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece of the weights.
-
-    Attributes:
-        content: Its place.
-        offset: Its place in the staged copy.
-        checksum: Of its content.
-    """
-
-    content: Bytes
-    offset: int
-    checksum: int
+_ALIGNMENT = 64
+"""Of a tensor, as torch's own."""
 
 
 class ModelMemory:
     """See the module. For one thread at a time. Only `stage`, `unstage` and `populate_pool` may run beside steps.
 
     Args:
-        weights: All tensors of the model. Their checksums are computed now.
+        weights: All tensors of the model. They are moved, and their checksums are computed now.
         pool: The page pool. Its content is lost when it is released.
         read_again: Reads the weights again, with the caller's threads.
         source: The checkpoint, for messages.
@@ -79,29 +70,22 @@ class ModelMemory:
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], pool: torch.Tensor, read_again: ReadAgain, source: str) -> None:
-        self._tensors = {tensor.data_ptr(): tensor for tensor in weights}  # keeps them; a tensor may be used twice
+        self._weights = _gather(weights)
         self._pool = _bytes_of(pool)
         self._read_again = read_again
         self._source = source
         self._cores = _Cores(torch.get_num_threads())
         self._released = False
-        self._staged: StagedCopy | None = None
-        contents = [_bytes_of(tensor) for tensor in self._tensors.values()]
-        self.weight_bytes = sum(map(len, contents))
+        self._staged: Bytes | None = None
+        self.weight_bytes = len(self._weights)
         self.num_bytes = self.weight_bytes + len(self._pool)
-        self._ranges = [part for region in (*contents, self._pool) for part in _ranges(region)]
-        places = [place for content in contents for place in _divide(content, PIECE_BYTES)]
-        checksums = self._cores.map(_checksum, places)
-        offsets = list(accumulate(map(len, places), initial=0))
-        self._pieces = [_Piece(*one) for one in zip(places, offsets, checksums, strict=False)]
-        self._at = {_address(piece.content): piece for piece in self._pieces}
-        for content in contents:
-            system_memory.in_huge_pages(content)
+        self._ranges = [part for memory in (self._weights, self._pool) for part in _ranges(memory)]
+        self._checksums = self._checksums_of(self._weights)
 
     @property
     def staged_bytes(self) -> int:
         """Size of the staged copy; 0 if there is none."""
-        return self._staged.num_bytes if self._staged is not None else 0
+        return len(self._staged) if self._staged is not None else 0
 
     def resident_bytes(self) -> int:
         """Measures how much of weights and pool is in memory."""
@@ -128,7 +112,7 @@ class ModelMemory:
             if self._staged is not None:
                 self._copy_staged(self._staged)
             else:
-                self._take_from_checkpoint(_put)
+                self._read_into(self._weights)
         except BaseException:
             self.release()
             raise
@@ -153,63 +137,50 @@ class ModelMemory:
         if self._staged is not None:
             return
         try:
-            staged = StagedCopy(self.weight_bytes)
-            try:
-                self._write(staged)
-            except BaseException:
-                staged.close()
-                raise
+            staged = system_memory.shared(self.weight_bytes)
+            for part in _ranges(staged):
+                system_memory.populate(part)
         except OSError as error:
             raise ConfigError(f"the system gave no memory for a staged copy: {error.strerror}") from None
+        if self._released:
+            self._read_into(staged)
+        else:
+            for target, source in zip(_ranges(staged), _ranges(self._weights), strict=True):
+                target[:] = source
         self._staged = staged
 
     def unstage(self) -> None:
         """Drops the staged copy, if there is one."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            staged.close()
+            for part in _ranges(staged):  # unmapping it would free it, too, but keeps the GIL meanwhile
+                system_memory.release_shared(part)
 
-    def _write(self, staged: StagedCopy) -> None:
-        def write(piece: _Piece, content: Bytes) -> Bytes:
-            staged.write(content, piece.offset)
-            return content
-
-        if self._released:
-            self._take_from_checkpoint(write)
-        else:
-            for piece in self._pieces:
-                write(piece, piece.content)
-
-    def _copy_staged(self, staged: StagedCopy) -> None:
-        content = staged.content()
-
-        def copy(piece: _Piece) -> bool:
-            piece.content[:] = content[piece.offset : piece.offset + len(piece.content)]
-            return _checksum(piece.content) == piece.checksum
-
-        if not all(self._cores.map(copy, self._pieces)):
+    def _copy_staged(self, staged: Bytes) -> None:
+        pieces = list(zip(_divide(self._weights, PIECE_BYTES), _divide(staged, PIECE_BYTES), strict=True))
+        if self._cores.map(_copy, pieces) != self._checksums:
             self.unstage()
             raise CheckpointError("the staged copy of the weights is damaged; the next wake reads the checkpoint")
 
-    def _take_from_checkpoint(self, put: Callable[[_Piece, Bytes], Bytes]) -> None:
-        """Reads the weights again.
+    def _read_into(self, memory: Bytes) -> None:
+        """Reads the weights again, into memory like theirs."""
 
-        Args:
-            put: Stores the content of a piece. Returns what is verified.
-        """
-
-        def take(one: tuple[_Piece, Bytes]) -> bool:
-            piece, content = one
-            return _checksum(put(piece, content)) == piece.checksum
+        def copy(one: tuple[Bytes, Bytes]) -> None:
+            target, source = one
+            target[:] = source
 
         use_threads(self._cores.count)  # as at the start: then computed tables have the same bits
         with closing(self._read_again()) as weights:
             for own, fresh in weights:
-                places = _divide(_bytes_of(own), PIECE_BYTES)
-                contents = _divide(_bytes_of(fresh), PIECE_BYTES)
-                pieces = [(self._at[_address(place)], content) for place, content in zip(places, contents, strict=True)]
-                if not all(self._cores.map(take, pieces)):
-                    raise CheckpointError(f"{self._source} does not hold the weights that the worker started with")
+                start = own.data_ptr() - _address(self._weights)
+                target = memory[start : start + own.nbytes]
+                parts = zip(_divide(target, PIECE_BYTES), _divide(_bytes_of(fresh), PIECE_BYTES), strict=True)
+                self._cores.map(copy, list(parts))
+        if self._checksums_of(memory) != self._checksums:
+            raise CheckpointError(f"{self._source} does not hold the weights that the worker started with")
+
+    def _checksums_of(self, memory: Bytes) -> list[int]:
+        return self._cores.map(_checksum, _divide(memory, PIECE_BYTES))
 
 
 class _Cores:
@@ -235,9 +206,22 @@ class _Cores:
         return [results[index] for index in range(len(items))]
 
 
-def _put(piece: _Piece, content: Bytes) -> Bytes:
-    piece.content[:] = content
-    return piece.content
+def _gather(tensors: Iterable[torch.Tensor]) -> Bytes:
+    """Moves tensors into one memory. Returns it."""
+    at: dict[int, list[torch.Tensor]] = {}  # one may be used twice
+    for tensor in tensors:
+        at.setdefault(tensor.data_ptr(), []).append(tensor)
+    sizes = [-(-same[0].nbytes // _ALIGNMENT) * _ALIGNMENT for same in at.values()]
+    memory = system_memory.own(sum(sizes))
+    for same, start in zip(at.values(), accumulate(sizes, initial=0), strict=False):
+        old = _bytes_of(same[0])
+        place = memory[start : start + len(old)]
+        place[:] = old
+        system_memory.release(old)  # what is freed is not always given back to the system
+        with torch.inference_mode():
+            for tensor in same:
+                tensor.set_(torch.from_numpy(place).untyped_storage(), 0, tensor.shape, tensor.stride())
+    return memory
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
@@ -246,15 +230,12 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-def _divide(memory: Bytes, size: int, first: int = 0) -> list[Bytes]:
-    """Cuts memory at each multiple of `size`, where it begins at `first`."""
-    cuts = [0, *range(-first % size or size, len(memory), size), len(memory)]
-    return [memory[start:end] for start, end in pairwise(cuts)]
+def _divide(memory: Bytes, size: int) -> list[Bytes]:
+    return [memory[start : start + size] for start in range(0, len(memory), size)]
 
 
 def _ranges(memory: Bytes) -> list[Bytes]:
-    """Cuts memory where huge pages may begin: a part of one is not freed."""
-    return _divide(memory, _RANGE_BYTES, _address(memory))
+    return _divide(memory, _RANGE_BYTES)
 
 
 def _address(memory: Bytes) -> int:
@@ -263,3 +244,12 @@ def _address(memory: Bytes) -> int:
 
 def _checksum(memory: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(memory.data)
+
+
+def _copy(one: tuple[Bytes, Bytes]) -> int:
+    """Copies to the first from the second. Returns the checksum of the first."""
+    checksum = xxhash.xxh3_64()
+    for target, source in zip(*(_divide(memory, CACHED_BYTES) for memory in one), strict=True):
+        target[:] = source
+        checksum.update(target.data)
+    return checksum.intdigest()

@@ -14,13 +14,41 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+HUGE_PAGE_BYTES = 2 << 20
+"""On x86-64, and on ARM with small pages of 4 KiB."""
+
 _MADV_POPULATE_WRITE = 23
 """https://man7.org/linux/man-pages/man2/madvise.2.html; since Linux 5.14."""
 
 
+def own(num_bytes: int) -> Bytes:
+    """Returns new memory of zeros, from the beginning of a huge page on. It is not resident yet.
+
+    Raises:
+        OSError: The system has no room for it.
+    """
+    memory = _new(num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
+    start = -memory.ctypes.data % HUGE_PAGE_BYTES
+    memory = memory[start : start + num_bytes]
+    in_huge_pages(memory)
+    return memory
+
+
+def shared(num_bytes: int) -> Bytes:
+    """The same, but the system counts it as shared (`RssShmem`), apart from what is the process's own."""
+    memory = _new(num_bytes, mmap.MAP_SHARED)
+    in_huge_pages(memory)
+    return memory
+
+
 def release(memory: Bytes) -> None:
-    """Gives memory of its own (not of a file) back to the system. Its content becomes zeros."""
+    """Gives memory of its own (not shared, not of a file) back to the system. Its content becomes zeros."""
     _advise(memory, mmap.MADV_DONTNEED)
+
+
+def release_shared(memory: Bytes) -> None:
+    """Gives shared memory back to the system. Its content becomes zeros."""
+    _advise(memory, mmap.MADV_REMOVE)
 
 
 def in_huge_pages(memory: Bytes) -> None:
@@ -53,6 +81,10 @@ def resident_bytes(memory: Bytes) -> int:
     flags = np.zeros(size // mmap.PAGESIZE, np.uint8)
     _check(_libc().mincore(start, size, flags.ctypes.data))
     return int(np.count_nonzero(flags & 1)) * mmap.PAGESIZE
+
+
+def _new(num_bytes: int, kind: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=kind | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _advise(memory: Bytes, advice: int) -> None:
