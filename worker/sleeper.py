@@ -219,10 +219,8 @@ class Sleeper:
         self._expect(ModelState.ASLEEP)
         self._enter(ModelState.WAKING)
         times = _Times()
-        source = "copy" if self._memory.staged_bytes else "read"
         try:
-            await self._run(self._memory.restore)
-            times.end(source)
+            times.end(await self._run(self._restore))
             await self._transport.open()
             times.end("transport")
             await self._engine.call(_go_on)
@@ -251,6 +249,11 @@ class Sleeper:
     def _release(self) -> int:
         self._memory.release()
         return self._memory.resident_bytes()
+
+    def _restore(self) -> str:
+        source = "copy" if self._memory.staged_bytes else "read"
+        self._memory.restore()
+        return source
 
     async def _run(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)

@@ -71,6 +71,7 @@ class ModelMemory:
 
     def __init__(self, weights: Iterable[torch.Tensor], pool: torch.Tensor, read_again: ReadAgain, source: str) -> None:
         self._weights = _gather(weights)
+        system_memory.trim()  # loading leaves much
         self._pool = _bytes_of(pool)
         self._read_again = read_again
         self._source = source
@@ -176,6 +177,7 @@ class ModelMemory:
                 target = memory[start : start + own.nbytes]
                 parts = zip(_divide(target, PIECE_BYTES), _divide(_bytes_of(fresh), PIECE_BYTES), strict=True)
                 self._cores.map(copy, list(parts))
+        system_memory.trim()
         if self._checksums_of(memory) != self._checksums:
             raise CheckpointError(f"{self._source} does not hold the weights that the worker started with")
 

@@ -51,6 +51,12 @@ def release_shared(memory: Bytes) -> None:
     _advise(memory, mmap.MADV_REMOVE)
 
 
+def trim() -> None:
+    """Gives freed memory that the C library keeps (glibc does) back to the system."""
+    if keeps := getattr(_libc(), "malloc_trim", None):
+        keeps(0)
+
+
 def in_huge_pages(memory: Bytes) -> None:
     """Asks for huge pages from now on, where the system has some."""
     try:

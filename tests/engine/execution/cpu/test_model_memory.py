@@ -69,9 +69,9 @@ Prepare = Callable[[ModelMemory], None]
 
 
 def assert_same_afterwards(runner: TorchRunner, prepare: Prepare) -> None:
-    """Releases and restores the model twice."""
-    memory = runner.model_memory()
+    """Moves the weights, then releases and restores the model twice."""
     before = answers(runner)
+    memory = runner.model_memory()
     prepare(memory)
     for _ in range(2):
         memory.release()
