@@ -41,4 +41,10 @@ int64_t panel_bytes(Format format, int64_t k) {
   return format == Format::kPlain ? kPanel * k * int64_t(sizeof(T)) : k / kGroup * group_bytes(format);
 }
 
+// What a kernel prefetches while it computes: `bytes` at `at` with the panel's first word or group, and so on.
+struct Ahead {
+  const uint8_t* at;
+  int64_t bytes;
+};
+
 }  // namespace cpd
