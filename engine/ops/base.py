@@ -294,7 +294,8 @@ class Ops(Protocol):
     def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds the `count` largest of each row, descending, and their columns: [R, V] -> [R, count] twice.
 
-        `torch.topk` does so, but slowly for a whole vocabulary on a CPU. The values can be of `x`'s type or float32.
+        If `count` is 1, it is the first of equal ones. The values can be of `x`'s type or float32. `torch.topk` does
+        the rest, but slowly for a whole vocabulary on a CPU.
         """
 
     def fuse(self, stack: Stack) -> FusedStack | None:

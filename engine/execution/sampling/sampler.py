@@ -31,6 +31,7 @@ from torch.nn.functional import embedding
 
 from engine.batch import Sampled, SampleRow
 from engine.ops.buffers import upload
+from engine.ops.torch_ops import top_k
 from engine.types import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -98,7 +99,7 @@ class Sampler:
     """Samples one token per row. Its only state are constants: a hash of every token id, for the noise, and what each
     byte of a grammar's mask adds to its eight logits."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", top_k: TopK = torch.topk) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", top_k: TopK = top_k) -> None:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._token_keys = _token_keys(vocab_size).to(device)
@@ -130,7 +131,7 @@ class Sampler:
         if len(drawn) == len(rows):
             chosen = self._draw(logits, rows)
         else:
-            chosen = logits.max(dim=-1).indices  # argmax of bfloat16 is four times slower on a CPU
+            chosen = self._top_k(logits, 1)[1].flatten()
             if drawn:
                 chosen[_index(drawn, logits)] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
         if raw_logprobs is None:

@@ -151,11 +151,10 @@ void grouped_linear(Team& team, int64_t most_groups, const ExpertMemory<T>& memo
     const Group group = memory.routed->groups[item / strips];
     const int64_t strip = item % strips;
     const Weight own{weight.data + group.expert * divide_up(n, kPanel) * bytes, weight.format};
-    linear_strip<T>(x, memory.quantized, group.begin, group.end, k, own, n, nullptr, strip, y);
-    if (memory.bytes_read) {
-      const int64_t columns = std::min<int64_t>(kColumns, n - strip * kColumns);
-      std::atomic_ref(*memory.bytes_read).fetch_add(columns * bytes / kPanel, std::memory_order_relaxed);
-    }
+    const int64_t first = strip * kColumns, last = std::min(n, first + kColumns);
+    linear_piece<T>(x, memory.quantized, group.begin, group.end, k, own, n, nullptr, first, last, y);
+    if (memory.bytes_read)
+      std::atomic_ref(*memory.bytes_read).fetch_add((last - first) * bytes / kPanel, std::memory_order_relaxed);
   });
 }
 

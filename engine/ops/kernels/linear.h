@@ -19,17 +19,23 @@ constexpr int kKernelRows = 6;
 constexpr int64_t kColumns = 64;                      // columns of a piece of work
 constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
+constexpr int64_t kFewRows = 32;
+constexpr int64_t kBlockBytes = 8192;  // what few rows use of a panel at once, and how far prefetches are ahead
 
-// sums = left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors
-// vectors of the panel's columns. Rows of sums are kPanel floats apart.
+// sums += left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors vectors
+// of the panel's columns. Rows of sums are kPanel floats apart. See `Ahead`.
 template <typename T, int kRows, int kVectors>
-void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, float* sums) {
+void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, Ahead ahead, float* sums) {
   const uint32_t* row[kRows];
-  Floats sum[kRows][kVectors] = {};
+  Floats sum[kRows][kVectors];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) row[r] = left + r * stride;
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = left + r * stride;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * kPanel + v * kLanes);
+  }
   for (int64_t k = 0; k < words; ++k) {
-    if constexpr (kPanel * 4 <= 64) __builtin_prefetch(panel + (words + k) * kPanel);  // the next panel, line by line
+    prefetch(ahead.at + k * kPanel * 4, ahead.bytes);
     Words panel_words[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) panel_words[v] = load_words(panel + k * kPanel + v * kLanes);
@@ -48,7 +54,7 @@ void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, in
     for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*);
+using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, Ahead, float*);
 
 template <typename T, int... kIndex>
 constexpr std::array<Microkernel, sizeof...(kIndex)> all_microkernels(std::integer_sequence<int, kIndex...>) {
@@ -91,53 +97,96 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   });
 }
 
-// Computes rows [begin, end) of y and the columns of one strip: a piece of work of `linear`.
+// Computes rows [begin, end) of y and its columns [first, last): a piece of work of `linear`. `first` is that of a panel.
 //
 // x: [rows, k], and `quantized` the same by `quantize_rows` if the weight is quantised; then x is not read.
+//
+// Rows are computed in tiles, whose sums fill the registers. With few rows, memory is the limit: tiles take turns on a
+// block of the panel that stays in the first-level cache, and prefetch the block behind it, which follows in memory.
 template <typename T>
-CPD_INLINE void linear_strip(const T* x, const uint32_t* quantized, int64_t begin, int64_t end, int64_t k,
-                             const Weight& weight, int64_t n, const T* bias, int64_t strip, T* y) {
-  const int64_t most_rows = weight.is_plain() ? kKernelRows : kQuantizedRows;
-  const int64_t tiles = divide_up(end - begin, most_rows), words = k / kPerWord<T>;
-  for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
-    const uint32_t* left = weight.is_plain() ? as_factors(x + row * k, rows * k) : quantized + left_words(row, k);
-    for (int64_t first = strip * kColumns; first < std::min(n, (strip + 1) * kColumns); first += kPanel) {
-      const int64_t columns = std::min<int64_t>(kPanel, n - first), vectors = divide_up(columns, kLanes);
-      const uint8_t* panel = weight.data + first / kPanel * panel_bytes<T>(weight.format, k);
-      alignas(64) float sums[kKernelRows * kPanel];
-      if (weight.is_plain()) {
-        microkernel_for<T>(rows, vectors)(left, words * kFactorsPerWord<T>, reinterpret_cast<const uint32_t*>(panel), words,
-                                          sums);
-      } else {
-        quantized_microkernel_for(weight.format, rows, vectors)(left, left_words(1, k), panel, k / kGroup, sums);
-      }
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < columns; i += kLanes) {
-          Floats value = load(sums + r * kPanel + i);
-          if (bias) value += load(bias + first + i, columns - i);
-          store(y + (row + r) * n + first + i, value, columns - i);
-        }
+CPD_INLINE void linear_piece(const T* x, const uint32_t* quantized, int64_t begin, int64_t end, int64_t k,
+                             const Weight& weight, int64_t n, const T* bias, int64_t first, int64_t last, T* y) {
+  const bool is_plain = weight.is_plain();
+  const int64_t m = end - begin, tiles = divide_up(m, is_plain ? kKernelRows : kQuantizedRows);
+  const int64_t units = is_plain ? k / kPerWord<T> : k / kGroup;  // of k: words, or groups
+  const int64_t unit_bytes = is_plain ? kPanel * 4 : group_bytes(weight.format);
+  const int64_t stride = is_plain ? k / kPerWord<Factor<T>> : left_words(1, k);  // words of a row's factors
+  alignas(64) float sums[kFewRows * kPanel];
+
+  auto factors_of = [&](int64_t row, int64_t rows) {
+    return is_plain ? as_factors(x + row * k, rows * k) : quantized + row * stride;
+  };
+  auto panel_of = [&](int64_t column) { return weight.data + column / kPanel * units * unit_bytes; };
+  auto multiply = [&](const uint32_t* left, int64_t rows, const uint8_t* right, int64_t count, int64_t column, Ahead ahead,
+                      float* to) {
+    const int64_t vectors = divide_up(std::min<int64_t>(kPanel, last - column), kLanes);
+    if (is_plain) {
+      microkernel_for<T>(rows, vectors)(left, stride, reinterpret_cast<const uint32_t*>(right), count, ahead, to);
+    } else {
+      quantized_microkernel_for(weight.format, rows, vectors)(left, stride, right, count, ahead, to);
     }
+  };
+  auto write = [&](int64_t row, int64_t rows, int64_t column) {
+    const int64_t columns = std::min<int64_t>(kPanel, last - column);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < columns; i += kLanes) {
+        Floats value = load(sums + r * kPanel + i);
+        if (bias) value += load(bias + column + i, columns - i);
+        store(y + (row + r) * n + column + i, value, columns - i);
+      }
+  };
+
+  if (m > kFewRows) {
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = begin + m * t / tiles, rows = begin + m * (t + 1) / tiles - row;
+      const uint32_t* left = factors_of(row, rows);
+      for (int64_t column = first; column < last; column += kPanel) {
+        const uint8_t* panel = panel_of(column);
+        std::fill_n(sums, rows * kPanel, 0.0f);
+        multiply(left, rows, panel, units, column, {panel + kBlockBytes, t == 0 ? unit_bytes : 0}, sums);
+        write(row, rows, column);
+      }
+    }
+    return;
+  }
+  const int64_t block = tiles == 1 ? units : divide_up(kBlockBytes, unit_bytes);
+  const int64_t distance = tiles == 1 ? kBlockBytes : block * unit_bytes;
+  const int64_t share = divide_up(divide_up(unit_bytes, 64), tiles) * 64;  // of a unit: each tile prefetches as much
+  const uint32_t* left = factors_of(begin, m);
+  prefetch(panel_of(first), distance);
+  for (int64_t column = first; column < last; column += kPanel) {
+    std::fill_n(sums, m * kPanel, 0.0f);
+    for (int64_t unit = 0; unit < units; unit += block) {
+      const uint8_t* right = panel_of(column) + unit * unit_bytes;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t row = m * t / tiles, rows = m * (t + 1) / tiles - row;
+        const Ahead ahead{right + distance + t * share, std::clamp<int64_t>(unit_bytes - t * share, 0, share)};
+        multiply(left + row * stride + unit * (stride / units), rows, right, std::min(block, units - unit), column, ahead,
+                 sums + row * kPanel);
+      }
+    }
+    write(begin, m, column);
   }
 }
 
 // y [m, n] = x [m, k] · weight^T + bias; bias may be null. `quantized` has room for left_words(m, k) if the weight is
 // quantised.
 //
-// A piece's panels stay in the second-level cache while all its rows use them. Each block of rows reads the weights
-// from memory once: the third-level cache does not hold them while other cores read memory. It does hold the rows,
-// which are reused soon. So blocks should have many rows.
+// With many rows, a piece's panels stay in the second-level cache while all its rows use them. Each block of rows reads
+// the weights from memory once: the third-level cache does not hold them while other cores read memory. It does hold the
+// rows, which are reused soon. So blocks should have many rows. With few rows, the memory is read in long pieces.
 template <typename T>
 void linear(Team& team, const T* x, int64_t m, int64_t k, const Weight& weight, int64_t n, const T* bias, T* y,
             uint32_t* quantized) {
   if (!weight.is_plain()) quantize_rows(team, x, m, k, quantized);
-  const int64_t strips = divide_up(n, kColumns);
-  const int64_t wanted = divide_up(kPiecesPerThread * team.size(), strips);
-  const int64_t blocks = std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), wanted));
-  team.each(blocks * strips, [&](int64_t item) {
-    const int64_t block = item / strips, strip = item % strips;
-    linear_strip(x, quantized, m * block / blocks, m * (block + 1) / blocks, k, weight, n, bias, strip, y);
+  const int64_t strips = divide_up(n, kColumns), wanted = kPiecesPerThread * team.size();
+  const int64_t blocks =
+      std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), divide_up(wanted, strips)));
+  const int64_t pieces = m <= kFewRows ? std::min(strips, wanted) : strips;
+  team.each(blocks * pieces, [&](int64_t item) {
+    const int64_t block = item / pieces, piece = item % pieces;
+    const int64_t first = strips * piece / pieces * kColumns, last = strips * (piece + 1) / pieces * kColumns;
+    linear_piece(x, quantized, m * block / blocks, m * (block + 1) / blocks, k, weight, n, bias, first, std::min(n, last), y);
   });
 }
 

@@ -92,7 +92,7 @@ struct Candidate {
   int64_t column;
 };
 
-// Returns the `count` largest of x [n], descending; of equal ones, any. NaN is less than any number.
+// Returns the `count` largest of x [n], descending, and equal ones in ascending order of columns. NaN is less than any number.
 template <typename T>
 std::vector<Candidate> top_k(const T* x, int64_t n, size_t count) {
   constexpr int64_t kBlock = 8 * kLanes;
@@ -119,7 +119,9 @@ std::vector<Candidate> top_k(const T* x, int64_t n, size_t count) {
     }
   }
   best.resize(std::max(count, best.size()), {-INFINITY, 0});
-  const auto comes_first = [](const Candidate& a, const Candidate& b) { return a.value > b.value; };
+  const auto comes_first = [](const Candidate& a, const Candidate& b) {
+    return a.value > b.value || (a.value == b.value && a.column < b.column);
+  };
   std::partial_sort(best.begin(), best.begin() + count, best.end(), comes_first);
   return best;
 }

@@ -84,6 +84,16 @@ def test_linear_equals_torch(ops: CpuOps, threads: int, dtype: torch.dtype, n: i
         assert_equal(linear(x), reference(x.double()), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_beside_others(ops: CpuOps, threads: int, dtype: torch.dtype) -> None:
+    """Columns are more than a block, and counts of rows those of one tile, of several on a block, and of many."""
+    linear = ops.pack(torch.randn(200, 1058).to(dtype), torch.randn(200).to(dtype))
+    x = torch.randn(300, 1058).to(dtype)
+    together = linear(x)
+    for begin, count in ((0, 1), (5, 2), (7, 6), (10, 7), (20, 8), (40, 32), (80, 33), (90, 100)):
+        assert torch.equal(linear(x[begin : begin + count]), together[begin : begin + count])
+
+
 def test_torch_computes_odd_rows_of_bf16(ops: CpuOps) -> None:
     weight, x = torch.randn(5, 7).bfloat16(), torch.randn(3, 7).bfloat16()
     linear = ops.pack(weight, None)
@@ -136,6 +146,15 @@ def test_the_largest_values_are_those_of_a_whole_sort(
     assert torch.equal(values, x.float().sort(dim=-1, descending=True).values[:, :count])
     assert torch.equal(values, x.float().gather(1, columns))
     assert all(len(set(row)) == count for row in columns.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make_ops", [CpuOps, TorchOps])
+def test_the_largest_value_is_the_first_of_equal_ones(make_ops: Callable[[], Ops], dtype: torch.dtype) -> None:
+    x = torch.randint(5, (50, 3000), generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[0] = -torch.inf
+    columns = make_ops().top_k(x, 1)[1]
+    assert columns.flatten().tolist() == (x == x.max(dim=1, keepdim=True).values).int().argmax(dim=1).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
