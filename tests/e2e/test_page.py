@@ -595,8 +595,10 @@ class TestOperator:
         page = guarded.new_page()
         page.goto("/")
         sign_in(page, "the-boss")
-        set_fields(page, max_tokens="600", temperature="1.5")
-        for _ in range(10):  # a short answer may have ended before its worker is killed
+        page.route("**/v1/chat/completions", _without_end)
+        set_fields(page, max_tokens="2500", temperature="1.5")
+        for _ in range(10):  # an answer may still have ended before its worker is killed
+            page.get_by_role("button", name="New chat").click()
             answer = send(page, "Please repeat: " + "one two three four five six seven eight nine ten " * 4)
             expect(answer.locator(".markdown")).not_to_be_empty()
             running = [worker["id"] for worker in real.state()["workers"] if worker["routers"]["router-0"]["sequences"]]
@@ -622,6 +624,12 @@ class TestOperator:
         expect(view.locator(".events li", has_text="combined-1 has ended in order")).to_be_visible()
         expect(worker.locator(".state")).to_have_text("gone")
         assert real.exit_code("combined-1") == 77
+
+
+def _without_end(route: Route) -> None:
+    """Asks for an answer that is as long as it may be."""
+    body: dict[str, Any] = route.request.post_data_json
+    route.continue_(post_data={**body, "ignore_eos": True})
 
 
 @pytest.fixture(scope="module")
