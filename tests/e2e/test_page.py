@@ -628,7 +628,7 @@ class TestOperator:
 
 def _without_end(route: Route) -> None:
     """Asks for an answer that is as long as it may be."""
-    body: dict[str, Any] = route.request.post_data_json
+    body: Any = route.request.post_data_json
     route.continue_(post_data={**body, "ignore_eos": True})
 
 
