@@ -52,7 +52,7 @@ _RANGE_BYTES = 32 << 20
 """Memory that is released or populated in one call."""
 
 _ALIGNMENT = 64
-"""Of a tensor, as torch's own."""
+"""At which tensors begin, in bytes; torch aligns its tensors alike."""
 
 
 class ModelMemory:
