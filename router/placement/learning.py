@@ -33,7 +33,10 @@ MAX_FACTOR = 16.0
 MAX_OVERHEAD_MS = 60_000.0
 
 FORGET_S = 60.0
-"""Decay time of the figures of a worker, and of a role, in seconds."""
+"""Decay time of a worker's figures, in seconds."""
+
+FORGET_ROLE_S = 300.0
+"""Decay time of a role's figures without requests, in seconds."""
 
 ROLE_REQUESTS = 32
 """Number of recent requests over which the figures of a role are averaged."""
@@ -69,7 +72,7 @@ class _Mean:
         goal = self._of_all.at(now)
         if not self._count:
             return goal
-        return goal + (self._value - goal) * exp((self._added_at - now) / FORGET_S)
+        return goal + (self._value - goal) * exp((self._added_at - now) / FORGET_ROLE_S)
 
     def add(self, value: float, now: float) -> None:
         """Adds a request's figure."""

@@ -12,7 +12,7 @@ from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.placement.cost_policy import CostPolicy
 from router.placement.costs import placement_of
-from router.placement.learning import ANSWERS, FORGET_S, MAX_FACTOR, PROMPTS, Learning
+from router.placement.learning import ANSWERS, FORGET_ROLE_S, FORGET_S, MAX_FACTOR, PROMPTS, Learning
 from router.placement.policy import Placement, Prompt
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import Prefixes
@@ -121,7 +121,7 @@ def test_a_role_that_was_slow_once_is_forgiven_without_requests() -> None:
         if now == 50:
             combined.on_report(pb.Load(), now)
             assert combined.candidate.ttft_factor > 1.8
-    combined.on_report(pb.Load(), 200 + 3 * FORGET_S)
+    combined.on_report(pb.Load(), 200 + 3 * FORGET_ROLE_S)
     assert combined.candidate.ttft_factor == pytest.approx(prefill.candidate.ttft_factor, rel=0.15)
 
 
