@@ -10,7 +10,7 @@ How long decode steps take beside prompts is measured by the workers (`worker_lo
 A first token teaches both figures of its worker, with a normalised least-mean-squares filter: after a short prediction
 mostly the overhead changes, after a long one mostly the factor. Figures of a worker decay to the mean of its role: a
 worker without requests could not show that it has recovered, and must not look slow beside others that have shown that
-all profiles are too slow. For the same reason, that mean decays to the mean of both roles.
+all profiles are too slow.
 """
 
 import logging
@@ -35,9 +35,6 @@ MAX_OVERHEAD_MS = 60_000.0
 FORGET_S = 60.0
 """Decay time of a worker's figures, in seconds."""
 
-FORGET_ROLE_S = 300.0
-"""Decay time of a role's figures without requests, in seconds."""
-
 ROLE_REQUESTS = 32
 """Number of recent requests over which the figures of a role are averaged."""
 
@@ -58,29 +55,17 @@ DISTRUST, TRUST = 0.5, 0.2
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class _Mean:
-    """The mean of a figure over recent requests to all workers of a role; it decays to the mean over all requests."""
+    """The mean of a figure over recent requests to all workers of a role."""
 
-    def __init__(self, of_all: "_Mean | None" = None) -> None:
-        self._of_all = of_all
-        self._value, self._count, self._added_at = 0.0, 0, 0.0
+    value: float = 0.0
+    count: int = 0
 
-    def at(self, now: float) -> float:
-        """The mean at a time in seconds."""
-        if self._of_all is None:
-            return self._value
-        goal = self._of_all.at(now)
-        if not self._count:
-            return goal
-        return goal + (self._value - goal) * exp((self._added_at - now) / FORGET_ROLE_S)
-
-    def add(self, value: float, now: float) -> None:
+    def add(self, value: float) -> None:
         """Adds a request's figure."""
-        before = self.at(now)
-        self._count, self._added_at = min(self._count + 1, ROLE_REQUESTS), now
-        self._value = before + (value - before) / self._count
-        if self._of_all is not None:
-            self._of_all.add(value, now)
+        self.count = min(self.count + 1, ROLE_REQUESTS)
+        self.value += (value - self.value) / self.count
 
 
 class _Figure:
@@ -93,31 +78,26 @@ class _Figure:
 
     def at(self, now: float) -> float:
         """The figure at a time in seconds."""
-        value = self._mean.at(now) + self._offset * exp((self._at - now) / FORGET_S)
+        value = self._mean.value + self._offset * exp((self._at - now) / FORGET_S)
         return min(max(value, self._low), self._high)
 
     def add(self, change: float, now: float) -> None:
         """Changes the figure, and the mean a little."""
         value = min(max(self.at(now) + change, self._low), self._high)
-        self._mean.add(value, now)
-        self._offset, self._at = value - self._mean.at(now), now
+        self._mean.add(value)
+        self._offset, self._at = value - self._mean.value, now
 
 
 class RoleErrors:
-    """The means of all workers of a role, which decay to those of `of_all`.
+    """The means of all workers of a role.
 
     Args:
-        assumed_overhead_ms: What the route over them is assumed to add to the TTFT.
-
-    Attributes:
-        overhead_ms: What it adds beyond that.
-        ttft: Logarithm of the factor of predicted times.
+        overhead_ms: What the route over them is assumed to add to the TTFT.
     """
 
-    def __init__(self, of_all: "RoleErrors | None" = None, assumed_overhead_ms: float = 0.0) -> None:
-        self.assumed_overhead_ms = assumed_overhead_ms
-        self.overhead_ms: _Mean = _Mean(of_all.overhead_ms if of_all else None)
-        self.ttft: _Mean = _Mean(of_all.ttft if of_all else None)
+    def __init__(self, overhead_ms: float = 0.0) -> None:
+        self.overhead_ms = _Mean(overhead_ms)
+        self.ttft = _Mean()
 
 
 class WorkerErrors:
@@ -136,13 +116,12 @@ class WorkerErrors:
         self.count = 0
         self.ttft_ms = 0.0
         self.error_ms = 0.0
-        self._assumed_ms = role.assumed_overhead_ms
-        self._overhead_ms = _Figure(role.overhead_ms, -self._assumed_ms, MAX_OVERHEAD_MS)
-        self._ttft = _Figure(role.ttft, -log(MAX_FACTOR), log(MAX_FACTOR))
+        self._overhead_ms = _Figure(role.overhead_ms, 0.0, MAX_OVERHEAD_MS)
+        self._ttft = _Figure(role.ttft, -log(MAX_FACTOR), log(MAX_FACTOR))  # its logarithm
 
     def overhead_ms(self, now: float) -> float:
         """Time that is added to every TTFT, at a time in seconds."""
-        return self._assumed_ms + self._overhead_ms.at(now)
+        return self._overhead_ms.at(now)
 
     def ttft_factor(self, now: float) -> float:
         """Factor of predicted queues and prefills."""
@@ -185,7 +164,7 @@ class Learning:
     settings: PolicySettings
     slo_ttft_ms: float
     trusted: bool = True
-    _combined: RoleErrors = field(init=False)
+    _combined: RoleErrors = field(default_factory=RoleErrors)
     _prefill: RoleErrors = field(init=False)
     _wrong: float = 0.0  # mean of recent first tokens: 1 if far from the prediction
     _answers: LRU[str, _Answers] = field(default_factory=lambda: LRU(MAX_TENANTS))
@@ -194,9 +173,7 @@ class Learning:
     _cached_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        of_all = RoleErrors()
-        self._combined = RoleErrors(of_all)
-        self._prefill = RoleErrors(of_all, self.settings.handoff_ms)
+        self._prefill = RoleErrors(self.settings.handoff_ms)
 
     def worker(self, *, prefills_only: bool) -> WorkerErrors:
         """Begins to learn about a worker."""

@@ -12,7 +12,7 @@ from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.placement.cost_policy import CostPolicy
 from router.placement.costs import placement_of
-from router.placement.learning import ANSWERS, FORGET_ROLE_S, FORGET_S, MAX_FACTOR, PROMPTS, Learning
+from router.placement.learning import ANSWERS, FORGET_S, MAX_FACTOR, PROMPTS, Learning
 from router.placement.policy import Placement, Prompt
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import Prefixes
@@ -108,21 +108,6 @@ def test_a_worker_that_was_slow_once_is_forgiven() -> None:
             assert slow.candidate.ttft_factor > 1.8
     slow.on_report(pb.Load(), 120 + 3 * FORGET_S)
     assert slow.candidate.ttft_factor == pytest.approx(1.0, abs=0.15)
-
-
-def test_a_role_that_was_slow_once_is_forgiven_without_requests() -> None:
-    learning = Learning(SETTINGS, 2000.0)
-    combined, prefill = _load(learning, role=pb.ROLE_COMBINED), _load(learning, role=pb.ROLE_PREFILL)
-    for now in range(200):
-        for load in (combined, prefill) if now < 50 else (prefill,):
-            actual_ms = _placement(_load(), 500).chosen.ttft_ms * (3 if load is combined else 1) + 10
-            learning.first_token(load.errors, _placement(load, 500), actual_ms, now)
-            load.on_report(pb.Load(), now)
-        if now == 50:
-            combined.on_report(pb.Load(), now)
-            assert combined.candidate.ttft_factor > 1.8
-    combined.on_report(pb.Load(), 200 + 3 * FORGET_ROLE_S)
-    assert combined.candidate.ttft_factor == pytest.approx(prefill.candidate.ttft_factor, rel=0.15)
 
 
 def test_prompts_that_are_late_anyway_teach_nothing() -> None:
