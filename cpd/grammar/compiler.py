@@ -89,6 +89,7 @@ class CompiledGrammar:
 
     Attributes:
         shortest: Number of tokens of the shortest output that was found; None if none was.
+        least: Number of tokens that an output can hardly have less than.
     """
 
     def __init__(self, vocabulary: "Vocabulary", matcher: LLMatcher, markers: Sequence[int]) -> None:
@@ -96,7 +97,8 @@ class CompiledGrammar:
         self._matcher = matcher
         self._markers = markers
         ending = vocabulary.endings.find(matcher, markers, MAX_SHORTEST)
-        self.shortest = None if ending is None else len(ending) + 1
+        self.shortest = len(ending.tokens) + 1 if ending.complete else None
+        self.least = len(ending.tokens) // 2 if ending.complete else len(ending.tokens)  # there may be a shorter one
 
     def constraint(self, end_tokens: Collection[int]) -> TokenConstraint:
         """Returns the constraint of a new output.
@@ -116,10 +118,12 @@ class CompiledGrammar:
             num_words=vocabulary.num_words,
             text=vocabulary.text & ~ends,
             ends=ends,
+            end_ids=frozenset(known),
             end=next((token for token in vocabulary.eos_ids if token in known), known[0]),
             markers=self._markers,
             endings=vocabulary.endings,
             shortest=self.shortest,
+            least=self.least,
         )
         return TokenConstraint(self._matcher.deep_copy(), tokens)
 

@@ -54,19 +54,23 @@ class OutputTokens:
         num_words: Number of words of a matcher's masks.
         text: The tokens that can be text, in a model's vocabulary, and end no output. [W]
         ends: The tokens that end an output; at least one. [W]
+        end_ids: The same tokens.
         end: The one of them that ends an output which would be cut.
         markers: The grammar's own tokens that are no text.
         endings: Finds endings.
         shortest: Number of tokens of an ending of the empty output; None if none was found.
+        least: Number of tokens that an output can hardly have less than. With a lower limit no ending is looked for.
     """
 
     num_words: int
     text: Mask
     ends: Mask
+    end_ids: frozenset[int]
     end: int
     markers: Sequence[int]
     endings: Endings
     shortest: int | None
+    least: int
 
 
 class TokenConstraint:
@@ -168,7 +172,8 @@ class TokenConstraint:
         other._address = other._words.ctypes.data
         if left is not None:
             other._left = left
-            other._plan_check(self._tokens.shortest)
+            if self._tokens.least <= left:
+                other._plan_check(self._tokens.shortest)
         return other
 
     def _go_on(self, token_id: int, *, replaceable: bool) -> int | None:
@@ -220,14 +225,18 @@ class TokenConstraint:
     def _ending(self, matcher: LLMatcher, left: int) -> list[int] | None:
         """Returns an ending of at most `left` tokens; None if none was found."""
         tokens = self._tokens
-        text = tokens.endings.find(matcher, tokens.markers, left - 1) if left > 0 else None
-        return None if text is None or not all(map(self._is_text, text)) else [*text, tokens.end]
+        if left <= 0:
+            return None
+        text, complete = tokens.endings.find(matcher, tokens.markers, left - 1)
+        return [*text, tokens.end] if complete and all(map(self._is_text, text)) else None
 
     def _only_way(self) -> list[int]:
         """Returns the tokens that must come next, as far as they are known: a part of the text, or the end of it."""
         matcher, tokens = self._matcher, self._matcher.compute_ff_tokens()
         if not tokens and matcher.is_stopped() and matcher.is_accepting():
             return [self._tokens.end]
+        if not tokens:
+            return []
         return tokens[: next((place for place, token in enumerate(tokens) if not self._is_text(token)), len(tokens))]
 
     def _is_text(self, token_id: int) -> bool:
@@ -235,7 +244,7 @@ class TokenConstraint:
         return token_id < 32 * len(text) and bool(text[token_id // 32] >> token_id % 32 & 1)
 
     def _is_end(self, token_id: int) -> bool:
-        return bool(self._tokens.ends[token_id // 32] >> token_id % 32 & 1)
+        return token_id in self._tokens.end_ids
 
     def _reason(self) -> str:
         return f": {describe(self._matcher.get_error())}" if self._matcher.is_error() else ""

@@ -8,6 +8,7 @@ that is found is valid. There may be a shorter one, and where none is found ther
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +25,18 @@ MAX_CPU_S = 0.1
 
 _DIGITS, _LETTERS = "0123456789", "nabcdefghijklmopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MARKS = "@-./+_#=;&?!%*()<>|^'`~$"
+
+
+class Ending(NamedTuple):
+    """What a search for an ending has found.
+
+    Attributes:
+        tokens: The tokens of the way to the end.
+        complete: They lead there; else the search was given up behind them.
+    """
+
+    tokens: list[int]
+    complete: bool
 
 
 class Endings:
@@ -61,8 +74,8 @@ class Endings:
         self.values = tokens(_DIGITS + _LETTERS + "[{" + _MARKS + "\\")
         self.space = tokens(" \n")
 
-    def find(self, matcher: LLMatcher, markers: Sequence[int], most: int) -> list[int] | None:
-        """Returns the tokens that lead from a matcher's state to the end of its grammar; None if none are found.
+    def find(self, matcher: LLMatcher, markers: Sequence[int], most: int) -> Ending:
+        """Looks for the tokens that lead from a matcher's state to the end of its grammar.
 
         Args:
             matcher: It is not changed.
@@ -87,8 +100,8 @@ class _Search:
         self._uses = Counter[int]()  # of characters in this text or number
         self._tries = 0
 
-    def run(self, most: int) -> list[int] | None:
-        """Returns the tokens that lead to the end, at most `most`; None if they are more, or there is no way."""
+    def run(self, most: int) -> Ending:
+        """Looks for the tokens that lead to the end. Gives up if they are more than `most`, or there is no way."""
         tokens: list[int] = []
         until_s = time.thread_time() + MAX_CPU_S
         while not self._matcher.is_accepting():
@@ -97,8 +110,8 @@ class _Search:
             most_tries = min(MAX_TRIES, FREE_TRIES + TRIES_A_TOKEN * len(tokens))
             too_many = len(tokens) > most or self._tries > most_tries or time.thread_time() > until_s
             if not more or too_many or not self._matcher.consume_tokens(more):
-                return None
-        return tokens
+                return Ending(tokens, False)
+        return Ending(tokens, True)
 
     def _choose(self) -> list[int]:
         """Returns the token to go on with; none if there is none."""
