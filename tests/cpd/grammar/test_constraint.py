@@ -214,6 +214,17 @@ def test_a_document_that_does_not_fit_is_cut(vocabulary: Vocabulary) -> None:
     assert (len(tokens), EOS in tokens) == (20, False)
 
 
+@pytest.mark.parametrize("items", [10, 2000])  # of the latter, no ending is found when the grammar is compiled
+def test_no_ending_is_looked_for_that_can_not_fit(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, items: int
+) -> None:
+    grammar = compiled(vocabulary, {"type": "array", "items": ADDRESS, "minItems": items})
+    limit = 20 if items == 10 else 40
+    assert limit < grammar.least <= (grammar.shortest or grammar.least)
+    monkeypatch.setattr(ending.Endings, "find", lambda *_: pytest.fail("an ending was looked for"))
+    assert len(output(grammar.constraint([EOS]).fork(limit), 1, limit)) == limit
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
