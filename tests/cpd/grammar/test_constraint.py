@@ -255,7 +255,7 @@ def test_a_search_that_leads_nowhere_is_given_up_soon(vocabulary: Vocabulary, mo
     searches: list[Any] = []
     run = ending._Search.run
 
-    def counted(search: Any, most: int) -> list[int] | None:
+    def counted(search: Any, most: int) -> ending.Ending:
         searches.append(search)
         return run(search, most)
 
