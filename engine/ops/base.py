@@ -298,6 +298,15 @@ class Ops(Protocol):
         the rest, but slowly for a whole vocabulary on a CPU.
         """
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """Sets logits to minus infinity, in place, where bits of masks are 0.
+
+        Args:
+            logits: [R, V]
+            rows: Different rows of them. int64 [K]
+            masks: A mask for each of these rows: bit i % 32 of word i // 32 is token i's. int32 [K, (V + 31) // 32]
+        """
+
     def fuse(self, stack: Stack) -> FusedStack | None:
         """Returns a faster way to run all layers than one operation at a time; None if this back end has none."""
 

@@ -127,6 +127,9 @@ class CpuOps:
         values, columns = torch.ops.cpd.top_k(x, count)
         return values, columns
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        torch.ops.cpd.mask_logits(logits, rows, masks)
+
     def with_fixed_buffers(self, max_tokens: int) -> tuple[Self, FixedBuffers] | None:
         return None
 

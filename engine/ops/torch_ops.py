@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -20,11 +22,11 @@ _MASK_ELEMENTS = 1 << 22
 """Largest attention mask of a prefill. A longer prefill is computed in pieces."""
 
 
-def top_k(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `engine.ops.base.Ops.top_k`."""
-    # argmax of bfloat16 is four times slower than max on a CPU.
-    values, columns = x.max(dim=-1, keepdim=True) if count == 1 else torch.topk(x, count)
-    return values, columns
+@cache
+def _byte_masks(device: torch.device) -> torch.Tensor:
+    """What each byte of a mask adds to the logits of its eight tokens: 0, or -inf where its bit is 0. [256, 8]"""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))).to(device)
 
 
 @dataclass(slots=True)
@@ -154,7 +156,14 @@ class TorchOps:
         return F.silu(gate) * up
 
     def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return top_k(x, count)
+        # argmax of bfloat16 is four times slower than max on a CPU
+        values, columns = x.max(dim=-1, keepdim=True) if count == 1 else torch.topk(x, count)
+        return values, columns
+
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        # on a CPU a tenth of the time of unpacking the bits and `masked_fill`
+        eights = F.embedding(masks.view(torch.uint8).int(), _byte_masks(logits.device)).flatten(1)
+        logits.index_add_(0, rows, eights[:, : logits.shape[1]].to(logits.dtype))
 
     def with_fixed_buffers(self, max_tokens: int) -> tuple[Self, FixedBuffers] | None:
         return None

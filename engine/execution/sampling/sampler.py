@@ -18,7 +18,8 @@ computes the logits (that has not run on a GPU yet).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -27,21 +28,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from engine.batch import Sampled, SampleRow
+from engine.ops.base import Ops
 from engine.ops.buffers import upload
-from engine.ops.torch_ops import top_k
+from engine.ops.torch_ops import TorchOps
 from engine.types import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the most likely token: dividing by them would overflow."""
 
+FEW_LOGITS = 1 << 20
+"""On a CPU, fewer logits than this are sampled on one thread."""
+
 MAX_SHORTLIST = 1024
 """Longest shortlist. It has 2 · top-k tokens, so that ties with the k-th fit too."""
-
-TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""See `engine.ops.base.Ops.top_k`."""
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
 _CERTAIN = 1e9
@@ -96,14 +97,12 @@ class ChosenTokens:
 
 
 class Sampler:
-    """Samples one token per row. Its only state are constants: a hash of every token id, for the noise, and what each
-    byte of a grammar's mask adds to its eight logits."""
+    """Samples one token per row. Its only state is a hash of every token id, for the noise."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", top_k: TopK = top_k) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", ops: Ops | None = None) -> None:
         self._vocab_size = vocab_size
-        self._top_k = top_k
+        self._ops = TorchOps() if ops is None else ops
         self._token_keys = _token_keys(vocab_size).to(device)
-        self._byte_masks = _byte_masks().to(device)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Chooses tokens and waits for them. `rows` can be empty. See `choose`."""
@@ -116,6 +115,12 @@ class Sampler:
             logits: Output of the model in any floating type; float32 is overwritten. [R, V]
             rows: How to choose each token; at least one row. [R]
         """
+        if logits.device.type == "cpu" and logits.numel() < FEW_LOGITS:
+            with _one_thread():
+                return self._choose(logits, rows)
+        return self._choose(logits, rows)
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> ChosenTokens:
         params = [row.params for row in rows]
         drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         with_logprobs = [i for i, p in enumerate(params) if p.top_logprobs is not None]
@@ -127,11 +132,11 @@ class Sampler:
             logits = logits.float()
             _adjust(logits, rows)
         if constrained := [i for i, row in enumerate(rows) if row.constraint is not None]:
-            _constrain(logits, rows, constrained, self._byte_masks)
+            self._constrain(logits, rows, constrained)
         if len(drawn) == len(rows):
             chosen = self._draw(logits, rows)
         else:
-            chosen = self._top_k(logits, 1)[1].flatten()
+            chosen = self._ops.top_k(logits, 1)[1].flatten()
             if drawn:
                 chosen[_index(drawn, logits)] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
         if raw_logprobs is None:
@@ -144,6 +149,15 @@ class Sampler:
             chosen, with_logprobs, tops, replacements, (raw_logprobs.gather(1, own), best.values, best.indices)
         )
 
+    def _constrain(self, logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int]) -> None:
+        """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]"""
+        masks = np.empty((len(constrained), (logits.shape[1] + 31) // 32), np.int32)
+        for i, index in enumerate(constrained):
+            row = rows[index]
+            assert row.constraint is not None
+            masks[i] = row.constraint.mask(may_end=not _too_short(row))
+        self._ops.mask_logits(logits, _index(constrained, logits), upload(torch.from_numpy(masks), logits.device))
+
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites float32 `logits`."""
         if logits.device.type != "cpu":  # checking that a shortlist suffices would wait for the device
@@ -151,7 +165,7 @@ class Sampler:
         short = [i for i, row in enumerate(rows) if 0 < 2 * row.params.top_k <= min(MAX_SHORTLIST, self._vocab_size)]
         if not short:
             return self._draw_from(logits, None, rows)
-        best, ids = self._top_k(_take(logits, short), 2 * max(rows[i].params.top_k for i in short))
+        best, ids = self._ops.top_k(_take(logits, short), 2 * max(rows[i].params.top_k for i in short))
         kth = best.gather(1, torch.tensor([[rows[i].params.top_k - 1] for i in short]))
         complete = (best[:, -1:] < kth).flatten()  # otherwise tokens as likely as the k-th may be missing
         listed = [i for i, is_complete in zip(short, complete.tolist(), strict=True) if is_complete]
@@ -243,6 +257,21 @@ def _take(rows: Tensor, indices: Sequence[int]) -> Tensor:
     return rows if len(indices) == len(rows) else rows[_index(indices, rows)]
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Runs torch's operations on this thread alone.
+
+    Its threads wait for each other after every operation. If another process has the core of one, they wait for that
+    process, too: each of the dozen operations of a step, for milliseconds. The kernels' own threads do not.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _index(indices: Sequence[int] | Sequence[Sequence[int]], like: Tensor) -> Tensor:
     return upload(torch.tensor(indices), like.device)
 
@@ -300,29 +329,6 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         flat[where] = torch.where(old > 0, old / factor, old * factor)
     if entries := shifted.tensors():
         flat.index_add_(0, *entries)
-
-
-def _constrain(logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int], byte_masks: Tensor) -> None:
-    """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]
-
-    On a CPU this takes a tenth of the time of unpacking the bits and `masked_fill`.
-
-    Args:
-        byte_masks: See `_byte_masks`.
-    """
-    masks = [row.constraint.mask(may_end=not _too_short(row)) for row in rows if row.constraint is not None]
-    masked = upload(torch.from_numpy(np.stack(masks).view(np.uint8)), logits.device)
-    added = embedding(masked.int(), byte_masks).flatten(1)[:, : logits.shape[1]].to(logits.dtype)
-    if len(constrained) == len(rows):
-        logits += added
-    else:
-        logits.index_add_(0, _index(constrained, logits), added)
-
-
-def _byte_masks() -> Tensor:
-    """What each byte of a mask adds to the logits of its eight tokens: 0, or -inf where its bit is 0. [256, 8]"""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf)))
 
 
 class _Entries:

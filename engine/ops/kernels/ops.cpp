@@ -212,6 +212,24 @@ std::tuple<Tensor, Tensor> top_k_op(const Tensor& x, int64_t count) {
   return {values, columns};
 }
 
+void mask_logits_op(const Tensor& logits, const Tensor& rows, const Tensor& masks) {
+  const int64_t n = logits.size(1), count = rows.size(0);
+  TORCH_CHECK(masks.is_contiguous() && masks.scalar_type() == at::kInt && masks.size(0) == count &&
+                  masks.size(1) == divide_up(n, 32) && rows.is_contiguous() && rows.scalar_type() == at::kLong,
+              "cpd::mask_logits: wrong masks or rows");
+  const int64_t* row = rows.data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) TORCH_CHECK(0 <= row[i] && row[i] < logits.size(0), "cpd::mask_logits: wrong row");
+  with_type(logits, [&]<typename T>(T) {
+    T* to = data<T>(logits);
+    const auto* words = reinterpret_cast<const uint32_t*>(masks.data_ptr<int32_t>());
+    run_team(count * n * 8 > kParallelWork, [=](Team& team) {
+      team.ranges(count, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) mask_row(to + row[i] * n, words + i * divide_up(n, 32), n);
+      });
+    });
+  });
+}
+
 void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
   const int64_t m = x.size(0), n = x.size(1);
   with_type(x, [&]<typename T>(T) {
@@ -402,6 +420,7 @@ TORCH_LIBRARY(cpd, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_op);
   m.def("add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()", add_rms_norm_op);
   m.def("top_k(Tensor x, int count) -> (Tensor, Tensor)", top_k_op);
+  m.def("mask_logits(Tensor(a!) logits, Tensor rows, Tensor masks) -> ()", mask_logits_op);
   m.def(
       "experts(Tensor x, Tensor router_output, Tensor gate_up, Tensor down, int width, int per_token, bool normalize) -> "
       "Tensor",

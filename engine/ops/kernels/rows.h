@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <type_traits>
 #include <vector>
 
 #include "linear.h"
@@ -32,6 +33,20 @@ struct Pages {
   uint8_t* values(int64_t page, int64_t head) const { return keys(page, heads + head); }
   float* scales(uint8_t* head) const { return reinterpret_cast<float*>(head + kPageTokens * dim); }
 };
+
+// x = -infinity where the bit of a mask is 0; 32 bits in a word.
+template <typename T>
+void mask_row(T* x, const uint32_t* mask, int64_t n) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  constexpr Bits infinity = 0xff800000u >> (32 - 8 * sizeof(T));
+  auto* bits = reinterpret_cast<Bits*>(x);
+  for (int64_t begin = 0; begin < n; begin += 32) {
+    const uint32_t allowed = mask[begin / 32];
+    if (allowed == ~0u) continue;
+    const int64_t count = std::min<int64_t>(32, n - begin);
+    for (int64_t i = 0; i < count; ++i) bits[begin + i] = allowed >> i & 1 ? bits[begin + i] : infinity;
+  }
+}
 
 // to = x / sqrt(mean(x^2) + eps) * weight; `x` and `to` may be the same.
 template <typename T>

@@ -158,6 +158,25 @@ def test_the_largest_value_is_the_first_of_equal_ones(make_ops: Callable[[], Ops
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "vocab"), [(1, 1), (3, 31), (3, 500), (2, 4096), (9, 151_936)])
+def test_masked_logits_are_minus_infinity(
+    ops: CpuOps, threads: int, dtype: torch.dtype, count: int, vocab: int
+) -> None:
+    rng = np.random.default_rng(vocab)
+    words = rng.integers(0, 1 << 32, (count, (vocab + 31) // 32), dtype=np.uint32)
+    words[rng.random(words.shape) < 0.4] = 0xFFFFFFFF
+    words[rng.random(words.shape) < 0.4] = 0
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
+    logits, rows = torch.randn(count + 3, vocab).to(dtype), torch.from_numpy(rng.permutation(count + 3)[:count])
+    expected = logits.clone()
+    expected[rows] = expected[rows].masked_fill(~torch.from_numpy(allowed), -torch.inf)
+    for back_end in (TorchOps(), ops):
+        got = logits.clone()
+        back_end.mask_logits(got, rows, torch.from_numpy(words.view(np.int32)))
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_a_whole_vocabulary_share_the_threads(ops: CpuOps, threads: int, dtype: torch.dtype) -> None:
     x = torch.randn(16, 100_000, generator=torch.Generator().manual_seed(1)).to(dtype)
     values, columns = ops.top_k(x, 40)
