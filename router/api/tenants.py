@@ -189,7 +189,7 @@ class Keys:
         own = b"Bearer " + self._secret.admin_key.encode()
         if not (self._secret and hmac.compare_digest(authorization, own)):
             if not self.any:
-                raise _unauthorized("This route needs the cluster's admin key, which `cpd drain` has.")
+                raise _unauthorized("This route needs the cluster's admin key, which `cpd drain` and others have.")
             self.tenant(authorization).check_admin()
 
     @property
