@@ -160,7 +160,7 @@ async def run_displacement_cell(
             asked = complete(http, prompts[WAKER], model=MODELS[WAKER], stream=True, max_tokens=MAX_TOKENS)
             request = asyncio.create_task(asked)
             request.add_done_callback(retrieve_error)
-            await _reached(cluster, step)
+            await _reached(cluster, step, request)
             assert not stream.done()
             end_fault = await _inject(cluster, subject, fault)
             try:
@@ -219,15 +219,20 @@ async def _inject(cluster: SharedDevice, subject: DisplacementSubject, fault: Fa
     return await inject(cluster, hits[subject], fault, handlers)
 
 
-async def _reached(cluster: SharedDevice, step: Step) -> None:
-    async with asyncio.timeout(DEADLINE_S), cluster.ledger() as ledger:
-        while True:
-            if step in _HOLD_AT:
-                if await cluster.triggered(*_HOLD_AT[step]):
-                    return
-            elif (record := (await ledger.look()).record) is not None and _IN_RECORD[step](record):
-                return
-            await asyncio.sleep(0.01)
+async def _reached(cluster: SharedDevice, step: Step, request: asyncio.Task[Answer]) -> None:
+    record = None
+    async with cluster.ledger() as ledger:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    record = (await ledger.look()).record
+                    if step in _HOLD_AT:
+                        if await cluster.triggered(*_HOLD_AT[step]):
+                            return
+                    elif record is not None and _IN_RECORD[step](record):
+                        return
+                    await asyncio.sleep(0.01)
+    raise AssertionError(f"the step {step} was not reached; the request: {request}; the record: {record}")
 
 
 async def _record_is_right(cluster: SharedDevice) -> None:
