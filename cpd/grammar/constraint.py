@@ -233,10 +233,8 @@ class TokenConstraint:
     def _only_way(self) -> list[int]:
         """Returns the tokens that must come next, as far as they are known: a part of the text, or the end of it."""
         matcher, tokens = self._matcher, self._matcher.compute_ff_tokens()
-        if not tokens and matcher.is_stopped() and matcher.is_accepting():
-            return [self._tokens.end]
         if not tokens:
-            return []
+            return [self._tokens.end] if matcher.is_stopped() and matcher.is_accepting() else []
         return tokens[: next((place for place, token in enumerate(tokens) if not self._is_text(token)), len(tokens))]
 
     def _is_text(self, token_id: int) -> bool:
