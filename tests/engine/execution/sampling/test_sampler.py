@@ -337,6 +337,27 @@ def test_tokens_can_be_read_after_copying_to_the_host() -> None:
     assert sampler.choose(logits.clone(), rows).to_host().read() == sampler.sample(logits.clone(), rows)
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(2, 1), (3, 2)])
+def test_few_logits_are_sampled_on_one_thread(monkeypatch: pytest.MonkeyPatch, rows: int, expected: int) -> None:
+    """Torch's threads would wait for each other."""
+    used: list[int] = []
+    draw = Sampler._draw_from
+
+    def drawn(*args: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return draw(*args)
+
+    monkeypatch.setattr(Sampler, "_draw_from", drawn)
+    monkeypatch.setattr("engine.execution.sampling.sampler.FEW_LOGITS", 3 * VOCAB)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Sampler(VOCAB).sample(logits_of(0, rows=rows), [row(i) for i in range(rows)])
+        assert (used, torch.get_num_threads()) == ([expected], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 class Only:
     """A constraint that allows some tokens."""
 
