@@ -41,7 +41,8 @@ class RouterView(TypedDict):
     """A worker as one router sees it.
 
     `sequences` counts this router's sequences there. From its first tokens the router has learned that its
-    predicted prefills must be multiplied by `ttft_factor`, and that `overhead_ms` is added to each TTFT.
+    predicted prefills must be multiplied by `ttft_factor`, and that `overhead_ms` is added to each TTFT. Those of a
+    worker without requests were learned from prompts that were alone.
     """
 
     state: str

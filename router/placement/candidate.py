@@ -55,6 +55,7 @@ class Candidate:
         decode_slowdown: Duration of its recent decode steps, relative to predicted steps without a prefill.
         overhead_ms: What is added to the TTFT of every prompt that it computes: messages, mostly.
         ttft_factor: Factor of its predicted prefills, learned from its first tokens. `idle_at` includes it.
+        alone: It has no request, as far as is known; `overhead_ms` and `ttft_factor` were learned from such prompts.
         serving: Its model is on its device, and stays there. Others take requests, too: they wait for the next wake.
         serves_at: For one that is not serving, the time at which it serves at the latest, as it promised, on the clock
             of `now`; infinite: it has promised nothing.
@@ -75,6 +76,7 @@ class Candidate:
     decode_slowdown: float = 1.0
     overhead_ms: float = 0.0
     ttft_factor: float = 1.0
+    alone: bool = False
     serving: bool = True
     serves_at: float = inf
 

@@ -11,11 +11,15 @@ A first token teaches both figures of its worker, with a normalised least-mean-s
 mostly the overhead changes, after a long one mostly the factor. Figures of a worker decay to the mean of its role: a
 worker without requests could not show that it has recovered, and must not look slow beside others that have shown that
 all profiles are too slow.
+
+A prompt that its worker computes alone, with no other request there, teaches figures of their own, too, which predict
+the next such prompt: what was learned under load says little about it, and a route that looks dear is not tried again.
 """
 
 import logging
 from dataclasses import dataclass, field
 from math import exp, log, log1p
+from typing import Self
 
 from cpd.common.policy_settings import PolicySettings
 from router.lru import LRU
@@ -69,15 +73,21 @@ class _Mean:
 
 
 class _Figure:
-    """A figure of one worker, which is learned and decays to a mean."""
+    """A figure of one worker, which is learned and decays to a mean.
 
-    def __init__(self, mean: _Mean, low: float, high: float) -> None:
-        self._mean, self._low, self._high = mean, low, high
+    Args:
+        general: What it is as long as no worker of the role has learned it.
+    """
+
+    def __init__(self, mean: _Mean, low: float, high: float, general: Self | None = None) -> None:
+        self._mean, self._low, self._high, self._general = mean, low, high, general
         self._offset = 0.0
         self._at = 0.0
 
     def at(self, now: float) -> float:
         """The figure at a time in seconds."""
+        if self._general is not None and not self._mean.count:
+            return self._general.at(now)
         value = self._mean.value + self._offset * exp((self._at - now) / FORGET_S)
         return min(max(value, self._low), self._high)
 
@@ -96,8 +106,43 @@ class RoleErrors:
     """
 
     def __init__(self, overhead_ms: float = 0.0) -> None:
-        self.overhead_ms = _Mean(overhead_ms)
-        self.ttft = _Mean()
+        self.overhead_ms, self.overhead_alone_ms = _Mean(overhead_ms), _Mean()
+        self.ttft, self.ttft_alone = _Mean(), _Mean()
+
+
+class _Correction:
+    """Corrects predicted TTFTs of one worker.
+
+    Args:
+        overhead_ms: What is added.
+        ttft: Logarithm of the factor.
+    """
+
+    def __init__(self, overhead_ms: _Mean, ttft: _Mean, general: Self | None = None) -> None:
+        limit = log(MAX_FACTOR)
+        self._overhead_ms: _Figure = _Figure(
+            overhead_ms, 0.0, MAX_OVERHEAD_MS, general._overhead_ms if general else None
+        )
+        self._ttft: _Figure = _Figure(ttft, -limit, limit, general._ttft if general else None)
+
+    def overhead_ms(self, now: float) -> float:
+        """Time that is added to every TTFT, at a time in seconds."""
+        return self._overhead_ms.at(now)
+
+    def factor(self, now: float) -> float:
+        """Factor of predicted queues and prefills."""
+        return exp(self._ttft.at(now))
+
+    def learn(self, varying_ms: float, actual_ms: float, now: float) -> None:
+        """Learns from a TTFT, whose queue and prefill were predicted to take `varying_ms`."""
+        factor = self.factor(now)
+        predicted_ms = self.overhead_ms(now) + factor * varying_ms
+        # an error counts at most as much as the prediction: one outlier proves nothing
+        limit_ms = predicted_ms + PREDICTED_MS
+        error_ms = min(max(actual_ms - predicted_ms, -limit_ms), limit_ms)
+        step = RATE * error_ms / (varying_ms**2 + PREDICTED_MS**2)
+        self._overhead_ms.add(step * PREDICTED_MS**2, now)
+        self._ttft.add(log1p(max(step * varying_ms / factor, -0.5)), now)
 
 
 class WorkerErrors:
@@ -116,16 +161,16 @@ class WorkerErrors:
         self.count = 0
         self.ttft_ms = 0.0
         self.error_ms = 0.0
-        self._overhead_ms = _Figure(role.overhead_ms, 0.0, MAX_OVERHEAD_MS)
-        self._ttft = _Figure(role.ttft, -log(MAX_FACTOR), log(MAX_FACTOR))  # its logarithm
+        self._general = _Correction(role.overhead_ms, role.ttft)
+        self._alone = _Correction(role.overhead_alone_ms, role.ttft_alone, self._general)
 
-    def overhead_ms(self, now: float) -> float:
-        """Time that is added to every TTFT, at a time in seconds."""
-        return self._overhead_ms.at(now)
+    def overhead_ms(self, now: float, *, alone: bool = False) -> float:
+        """Time that is added to every TTFT, at a time in seconds; `alone`: where the worker has no other request."""
+        return (self._alone if alone else self._general).overhead_ms(now)
 
-    def ttft_factor(self, now: float) -> float:
+    def ttft_factor(self, now: float, *, alone: bool = False) -> float:
         """Factor of predicted queues and prefills."""
-        return exp(self._ttft.at(now))
+        return (self._alone if alone else self._general).factor(now)
 
     def count_ttft(self, predicted_ms: float, actual_ms: float) -> None:
         """Counts a first token."""
@@ -135,14 +180,11 @@ class WorkerErrors:
 
     def learn_ttft(self, placement: Placement, actual_ms: float, now: float) -> None:
         """Learns from the TTFT of a prompt that this worker computed, as planned."""
-        predicted, worker = placement.chosen, placement.prompt_worker
-        # an error counts at most as much as the prediction: one outlier proves nothing
-        limit_ms = predicted.ttft_ms + PREDICTED_MS
-        error_ms = min(max(actual_ms - predicted.ttft_ms, -limit_ms), limit_ms)
-        varying_ms = (predicted.ttft_ms - worker.overhead_ms) / worker.ttft_factor
-        step = RATE * error_ms / (varying_ms**2 + PREDICTED_MS**2)
-        self._overhead_ms.add(step * PREDICTED_MS**2, now)
-        self._ttft.add(log1p(max(step * varying_ms / self.ttft_factor(now), -0.5)), now)
+        worker = placement.prompt_worker
+        varying_ms = (placement.chosen.ttft_ms - worker.overhead_ms) / worker.ttft_factor
+        if worker.alone:
+            self._alone.learn(varying_ms, actual_ms, now)
+        self._general.learn(varying_ms, actual_ms, now)
 
 
 @dataclass(slots=True)

@@ -79,6 +79,7 @@ class WorkerLoad:
         """The worker as the policy sees it."""
         if self._candidate is None:
             load = self._load
+            alone = not (self._others + self.sequences + len(self._unanswered))
             self._candidate = Candidate(
                 worker_id=self._hello.worker_id,
                 address=self._address,
@@ -93,8 +94,9 @@ class WorkerLoad:
                 requests=self._others + self.sequences,
                 max_num_seqs=self._hello.max_num_seqs,
                 decode_slowdown=self._decode_slowdown,
-                overhead_ms=self.errors.overhead_ms(self._at),
-                ttft_factor=self.errors.ttft_factor(self._at),
+                overhead_ms=self.errors.overhead_ms(self._at, alone=alone),
+                ttft_factor=self.errors.ttft_factor(self._at, alone=alone),
+                alone=alone,
                 serving=residency_of(load) == "serving",
                 serves_at=self._serves_at,
             )
@@ -145,7 +147,8 @@ class WorkerLoad:
 
     def prompt_answered(self, key: int) -> None:
         """Forgets a prompt that has its first token, or whose request was withdrawn."""
-        self._unanswered.pop(key, None)
+        if self._unanswered.pop(key, None):
+            self._candidate = None
 
     def sequences_started(self, count: int) -> None:
         """Adds sequences of this router that will decode on the worker."""

@@ -110,6 +110,31 @@ def test_a_worker_that_was_slow_once_is_forgiven() -> None:
     assert slow.candidate.ttft_factor == pytest.approx(1.0, abs=0.15)
 
 
+def test_a_prompt_alone_is_predicted_by_those_that_were_alone() -> None:
+    learning = Learning(SETTINGS, 2000.0)
+    load, other = _load(learning), _load(learning)
+
+    def learn(factor: float, now: float, *, alone: bool) -> None:
+        load.sequences_started(not alone)
+        assert load.candidate.alone is alone
+        actual_ms = factor * _placement(_load(), 500).chosen.ttft_ms
+        learning.first_token(load.errors, _placement(load, 500), actual_ms, now)
+        load.sequences_ended(not alone)
+        load.on_report(pb.Load(), now)
+
+    for now in range(60):
+        learn(2.0, now, alone=False)
+    assert load.candidate.ttft_factor > 1.7  # nothing else is known
+    for now in range(60, 120):
+        learn(1.0, now, alone=True)
+        learn(2.0, now, alone=False)
+    for one in (load, other):
+        one.on_report(pb.Load(), 120.0)
+        assert one.candidate.ttft_factor == pytest.approx(1.0, abs=0.1)
+    load.sequences_started(1)
+    assert load.candidate.ttft_factor > 1.4
+
+
 def test_prompts_that_are_late_anyway_teach_nothing() -> None:
     load = _load()
     Learning(SETTINGS, 10.0).first_token(load.errors, _placement(load, 900), 1e6, 0.0)

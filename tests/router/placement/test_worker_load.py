@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from math import e
 from typing import Any
 
@@ -117,6 +118,21 @@ def test_an_answered_prompt_is_not_added_to_the_next_report() -> None:
     load.prompt_answered(1)
     load.on_report(pb.Load(), 0.01)
     assert load.candidate.queue_ms(0.01) == 0
+
+
+def test_a_worker_is_alone_without_any_request() -> None:
+    load, alone = _worker_load(), []
+    changes: list[Callable[[], None]] = [
+        lambda: load.on_report(pb.Load(running=1), 0.0),
+        lambda: load.on_report(pb.Load(), 0.0),
+        lambda: load.prompt_sent(1, 100.0, 0.0),
+        lambda: load.prompt_answered(1),
+        lambda: load.sequences_started(1),
+    ]
+    for change in changes:
+        change()
+        alone.append(load.candidate.alone)
+    assert alone == [False, True, False, True, False]
 
 
 def test_a_prompt_that_is_sent_to_an_idle_worker_begins_now() -> None:
