@@ -10,7 +10,7 @@
 4. Masks (`--only masks`): what a row's mask and its other work cost in a step with a vocabulary of 152 thousand tokens,
    for two schemas, and 98 of DIR if it is given.
 5. Bombs (`--only bombs`): gaps of 16 streams beside requests with schemas and expressions that are made to take long,
-   which come one after the other, and without them, in turns within one run.
+   which come one after the other (`--pause`: with pauses), and without them, in turns within one run.
 
 The model of 2 to 5 is that of `scripts/bench_main_path.py`, except for the vocabulary of 4.
 """
@@ -302,7 +302,7 @@ def measure_speed(model: Path, repeats: int, requests: int) -> None:
     )
 
 
-def measure_bombs(model: Path, repeats: int, turn_s: float) -> None:
+def measure_bombs(model: Path, repeats: int, turn_s: float, pause_s: float) -> None:
     """Measures and prints the gaps of streams beside bombs and without them, in turns within one run."""
     throwing, over = threading.Event(), threading.Event()
     with (
@@ -314,7 +314,7 @@ def measure_bombs(model: Path, repeats: int, turn_s: float) -> None:
         prepared = prepare(settings)
         plan = Plan(prepared.target, settings, prepared.texts, prepared.seed, processes=1)
         try:
-            thrown = threads.submit(_throw, cluster.url, throwing, over)
+            thrown = threads.submit(_throw, cluster.url, throwing, over, pause_s)
             taken = threads.submit(_take_turns, throwing, over, 2 * repeats, turn_s)
             records = run_load(plan, progress, lambda *_: over.is_set()).records
         finally:
@@ -379,7 +379,7 @@ def _take_turns(throwing: threading.Event, over: threading.Event, count: int, tu
     return turns
 
 
-def _throw(url: str, throwing: threading.Event, over: threading.Event) -> list[tuple[str, float]]:
+def _throw(url: str, throwing: threading.Event, over: threading.Event, pause_s: float) -> list[tuple[str, float]]:
     """Sends bombs, one after the other, while `throwing` is set. Returns the status and the seconds of each answer."""
     answers: list[tuple[str, float]] = []
     with httpx.Client(base_url=url, timeout=60) as client:
@@ -395,6 +395,7 @@ def _throw(url: str, throwing: threading.Event, over: threading.Event) -> list[t
             except httpx.HTTPError as error:
                 answer = type(error).__name__
             answers.append((answer, time.perf_counter() - begun_s))
+            over.wait(pause_s)
     return answers
 
 
@@ -432,6 +433,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="number of runs or turns of each kind")
     parser.add_argument("--requests", type=int, default=192, help="requests in a run of the part speed")
     parser.add_argument("--turn", type=float, default=2.0, metavar="S", help="seconds of a turn of the part bombs")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="seconds between one bomb and the next")
     arguments = parser.parse_args()
     if arguments.only == "schemas" and arguments.schemas is None:
         parser.error("--only schemas needs --schemas")
@@ -447,7 +449,7 @@ def main() -> None:
         if wanted("speed"):
             measure_speed(model, arguments.repeats, arguments.requests)
         if wanted("bombs"):
-            measure_bombs(model, arguments.repeats, arguments.turn)
+            measure_bombs(model, arguments.repeats, arguments.turn, arguments.pause)
         use_threads(own_cores())
         if wanted("schemas") and drawn:
             for name, checkpoint in (("random weights", model), ("the bundled model", tiny.CHECKPOINT)):
