@@ -131,10 +131,11 @@ def serve(kind: str) -> None:
 
 async def _control_plane_loads(directory: Path, stack: contextlib.ExitStack, *, tls: bool) -> None:
     from scripts import bench_control_plane as bench  # the tree's, not this one's
-    from tests.certificates import certificate_files
 
     settings: dict[str, Any] = {}
     if tls:
+        from tests.certificates import certificate_files
+
         cert, key = certificate_files(directory)
         os.environ["SSL_CERT_FILE"] = str(cert)  # which the client trusts
         settings = {"host": "0.0.0.0", "tls_cert": cert, "tls_key": key}
