@@ -67,6 +67,13 @@ async def record_of(one: SharingWorker) -> Record:
     return look.record
 
 
+async def reserves(one: SharingWorker, num_bytes: int) -> None:
+    """Returns when that much memory of the device is reserved. A worker that is asleep tells the ledger after that."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (await record_of(one)).reserved_bytes != num_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def pins(one: SharingWorker, pinned: bool) -> None:
     """Pins a model, or ends that; returns when the others can see it."""
     one.residency.pin(pinned)
@@ -94,7 +101,7 @@ async def test_models_that_do_not_fit_together_take_turns_at_the_start(
     assert "waiting for its turn to load; on the device: w" in caplog.text
     assert sum(one.is_serving for one in workers) <= 1
     await eventually(lambda: sum(one.state == "asleep" for one in workers) == 2)
-    assert (await record_of(workers[0])).reserved_bytes == 6
+    await reserves(workers[0], 6)
 
 
 async def test_a_request_wakes_its_model_and_displaces_another(make: MakeWorker) -> None:
@@ -145,7 +152,7 @@ async def test_an_idle_model_sleeps_by_itself(make: MakeWorker) -> None:
     a = make(6, idle_timeout_s=0.2)
     await a.start()
     await a.becomes("asleep")
-    assert (await record_of(a)).reserved_bytes == 0
+    await reserves(a, 0)
 
 
 async def test_a_wake_that_fails_is_tried_once_more_and_those_that_wait_are_served(make: MakeWorker) -> None:
