@@ -108,9 +108,9 @@ class Watch:
         self._intents: dict[str, Waiting] = {}
         self._resumed: dict[str, int] = {}
 
-    async def run(self) -> None:
-        """Looks until it is cancelled."""
-        while True:
+    async def run(self, over: asyncio.Event) -> None:
+        """Looks until it is over. (Until Python 3.12, a call of Redis with a timeout may ignore a cancellation.)"""
+        while not over.is_set():
             self._see(await self._ledger.look())
             await asyncio.sleep(LOOK_S)
 
@@ -230,13 +230,14 @@ async def measure(url: str, expected: Mapping[str, list[Expected]], clients: int
         Redis(unix_socket_path=str(directory.redis_socket)) as redis,
     ):
         watch = Watch(Ledger(redis, "default", secret, socket.gethostname()), results)
+        over = asyncio.Event()
         async with asyncio.TaskGroup() as watches:
-            watching = watches.create_task(watch.run())
+            watches.create_task(watch.run(over))
             async with asyncio.TaskGroup() as asks:
                 for name in expected:
                     for _ in range(clients):
                         asks.create_task(ask_for_long(client, name))
-            watching.cancel()
+            over.set()
     return results
 
 
