@@ -3,11 +3,13 @@
 `router/operations/worker_metrics.py` has those of workers, `vllm_metrics.py` beside it the same under other names.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.activity import Activity
@@ -81,6 +83,55 @@ class PlainCounter(Collector):
         return [CounterMetricFamily(self._name, self._help, value=self.count)]
 
 
+class PlainHistogram(Collector):
+    """A histogram that one thread adds to, four times as fast as with the library's: it has the gap of every token.
+
+    Args:
+        labels: Names of its labels.
+        bounds: Upper bounds of its buckets, but for the last one.
+    """
+
+    def __init__(
+        self, name: str, help_text: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._help, self._labels, self._bounds = name, help_text, labels, bounds
+        self._series: dict[tuple[str, ...], Buckets] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> "Buckets":
+        """The buckets for these values of the labels."""
+        return self._series.setdefault(values, Buckets(self._bounds))
+
+    def collect(self) -> Iterable[Metric]:
+        """Any thread may call it."""
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for values, series in self._series.copy().items():
+            family.add_metric(values, [*zip(names, accumulate(series.counts), strict=True)], series.sum)
+        return [family]
+
+
+class Buckets:
+    """Counts values by size.
+
+    Attributes:
+        counts: The number of values in each bucket; the last one is for those above all bounds.
+        sum: Sum of the values.
+    """
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
 class RequestMetrics:
     """The metrics of the requests to a model.
 
@@ -104,26 +155,34 @@ class RequestMetrics:
             made = self.metrics[name] = Counter(f"cpd_{name}", help_text, labels, registry=registry)
             return made
 
-        def histogram(name: str, help_text: str, *labels: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
-            made = self.metrics[name] = Histogram(f"cpd_{name}", help_text, labels, buckets=buckets, registry=registry)
+        def plain_counter(name: str, help_text: str) -> PlainCounter:
+            made = self.metrics[name] = PlainCounter(f"cpd_{name}", help_text, registry)
             return made
+
+        def histogram(name: str, help_text: str, *labels: str, buckets: Sequence[float] = _LATENCY_S) -> PlainHistogram:
+            made = self.metrics[name] = PlainHistogram(f"cpd_{name}", help_text, labels, buckets, registry)
+            return made
+
+        def plain_histogram(name: str, help_text: str, buckets: Sequence[float] = _LATENCY_S) -> Buckets:
+            return histogram(name, help_text, buckets=buckets).labels()
 
         self.requests = cache(counter("requests", "API calls by outcome.", "outcome", "route").labels)
         self.ttft = cache(histogram("ttft_seconds", "Time from request to first token.", "route").labels)
-        self.itl = histogram("itl_seconds", "Gap between two outputs of one choice.", buckets=_GAP_S)
+        self.itl = plain_histogram("itl_seconds", "Gap between two outputs of one choice.", _GAP_S)
         self.e2e = cache(histogram("e2e_seconds", "Time from request to the end of its response.", "route").labels)
-        self.prefill = histogram("prefill_seconds", "Time to first token without that in the queue.")
-        self.decode = histogram("decode_seconds", "Time from first token to the end of the response.")
-        self.transfer_wait = histogram("transfer_wait_seconds", "Time from first token until its KV pages were there.")
+        self.prefill = plain_histogram("prefill_seconds", "Time to first token without that in the queue.")
+        self.decode = plain_histogram("decode_seconds", "Time from first token to the end of the response.")
+        self.transfer_wait = plain_histogram(
+            "transfer_wait_seconds", "Time from first token until its KV pages were there."
+        )
         self.queue = cache(histogram("queue_seconds", "Time of prompts in a worker's queue.", "tenant").labels)
         waits = "Time that prompts waited for their model to wake, if they did."
         self.wake_waits = cache(histogram("wake_wait_seconds", waits, "tenant", buckets=_WAKE_S).labels)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from a cache.")
-        self.output_tokens = PlainCounter("cpd_output_tokens", "Output tokens.", registry)
-        self.metrics["output_tokens"] = self.output_tokens
-        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", buckets=_TOKENS)
-        self.output_length = histogram("request_output_tokens", "Tokens of a choice.", buckets=_TOKENS)
+        self.prompt_tokens = plain_counter("prompt_tokens", "Prompt tokens.")
+        self.cached_tokens = plain_counter("cached_tokens", "Prompt tokens taken from a cache.")
+        self.output_tokens = plain_counter("output_tokens", "Output tokens.")
+        self.prompt_length = plain_histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.output_length = plain_histogram("request_output_tokens", "Tokens of a choice.", _TOKENS)
         self.choices = cache(counter("choices", "Choices by the reason of their end.", "finish_reason").labels)
         self.replays = counter("replays", "Requests placed again because their worker was lost.")
         self.convictions = counter("convictions", "Requests given up because two workers crashed while running them.")

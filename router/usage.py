@@ -4,6 +4,7 @@ Tenants are the names in the key file, so there are as many series as there ever
 one tenant, without a name.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -36,17 +37,17 @@ class Usage(Collector):
     """
 
     def __init__(self) -> None:
-        self.tenants: dict[str, TenantUsage] = {}
+        self.tenants: defaultdict[str, TenantUsage] = defaultdict(unused)
 
     def prompt(self, tenant: str, tokens: int, cached_tokens: int) -> None:
         """Counts a prompt that has got its first token."""
-        total = self.tenants.setdefault(tenant, unused())
+        total = self.tenants[tenant]
         total["prompt_tokens"] += tokens
         total["cached_tokens"] += cached_tokens
 
     def call(self, tenant: str, completion_tokens: int) -> None:
         """Counts an API call that has ended, however it did."""
-        total = self.tenants.setdefault(tenant, unused())
+        total = self.tenants[tenant]
         total["requests"] += 1
         total["completion_tokens"] += completion_tokens
 

@@ -26,7 +26,7 @@ HASH_BYTES = 16
 TOKEN_BYTES = 4
 """Size of a packed token."""
 
-_FEW_TOKENS = 64
+_FEW_TOKENS = 256
 """Up to this many tokens plain Python is faster than numpy."""
 
 _BLOCK = np.dtype(f"V{BLOCK_SIZE * TOKEN_BYTES}")

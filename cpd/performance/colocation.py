@@ -77,10 +77,13 @@ class BatchLimit(NamedTuple):
 
     def fits(self, batch: Work, more: Work) -> bool:
         """True if more work may join a batch."""
-        work = batch + more
-        if work.tokens > self.tokens:
+        return self.allows(batch + more)
+
+    def allows(self, batch: Work) -> bool:
+        """True if a batch may have all this work."""
+        if batch.tokens > self.tokens:
             return False
-        return self.ms == inf or work.tokens <= self.any_time_tokens or self.step_ms(work) <= self.ms
+        return self.ms == inf or batch.tokens <= self.any_time_tokens or self.step_ms(batch) <= self.ms
 
     def chunk(self, batch: Work, tokens: int, before: int) -> int:
         """Returns how many of `tokens` tokens of a prompt, after `before` computed ones, may join a batch."""
@@ -288,6 +291,11 @@ class PrefillEstimator:
         return self.step_ms(self.decodes)
 
     @cached_property
+    def lone_step_ms(self) -> float:
+        """Time of a step with one stream and nothing else."""
+        return self.step_ms(Work.decode(1, 1))
+
+    @cached_property
     def gap_ms(self) -> float:
         """Gap between the decodes' tokens during a long prompt."""
         budget, split = self._budget
@@ -312,9 +320,9 @@ class PrefillEstimator:
         if not decodes.tokens:
             return PrefillEstimate(self._chunks_ms(tokens, before, self.colocation.max_tokens))
         budget, split = self._budget
-        work = Work.prefill(tokens, before)
-        if budget.mixed.fits(decodes, work):
-            ms = self.step_ms(decodes + work)
+        together = decodes + Work.prefill(tokens, before)
+        if budget.mixed.allows(together):
+            ms = self.step_ms(together)
             return PrefillEstimate(ms, ms, max(0.0, ms - self.alone_ms))
         if split is not None:
             ms = self._chunks_ms(tokens, before, budget.lane_chunk, split.prefill, other_lane=decodes)

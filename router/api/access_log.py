@@ -12,7 +12,7 @@ from router.api.respond import CompletionResponse
 log = logging.getLogger(ACCESS_LOGGER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallStart:
     """What is known of a call before its response.
 

@@ -57,7 +57,7 @@ _PIECE_BYTES = 512 * BLOCK_SIZE * TOKEN_BYTES
 """Prompt bytes hashed at a time, in about half a millisecond. Other tasks run in between."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Caller:
     """The caller of the API.
 

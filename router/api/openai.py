@@ -66,8 +66,10 @@ class OpenAIFormat(Format):
             "model": request.model,
             "system_fingerprint": f"fp_{fingerprint.hex()[:10]}",
         }
-        chunk = orjson.dumps({**self._common, "object": self.CHUNK_KIND})
-        self._head = b"data: " + chunk[:-1] + b',"choices":['
+        self._head = b""
+        if request.stream:
+            chunk = orjson.dumps({**self._common, "object": self.CHUNK_KIND})
+            self._head = b"data: " + chunk[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._ends_with_usage = request.include_usage
         self._is_plain = not self._with_logprobs and not self._with_ids

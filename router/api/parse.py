@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -67,14 +68,23 @@ def taken(fields: dict[str, Any], kind: type[Body]) -> dict[str, Any]:
     Raises:
         ApiError: One that is not supported would have an effect.
     """
-    honoured = kind.model_fields.keys()
-    for name in (kind.PASSING.keys() & fields.keys()) - honoured:
+    passing_fields, harmless = _not_honoured(kind)
+    if passing_fields.isdisjoint(fields) and harmless.isdisjoint(fields):
+        return fields
+    for name in passing_fields & fields.keys():
         value = fields.pop(name)
         if not any(_same(value, passing) for passing in (None, *_passing(name, fields, kind))):
             raise unsupported(name)
-    for name in (kind.HARMLESS & fields.keys()) - honoured:
+    for name in harmless & fields.keys():
         del fields[name]
     return fields
+
+
+@cache
+def _not_honoured(kind: type[Body]) -> tuple[frozenset[str], frozenset[str]]:
+    """The fields that are refused with most values, and those that are ignored."""
+    honoured = kind.model_fields.keys()
+    return frozenset(kind.PASSING) - honoured, kind.HARMLESS - honoured
 
 
 def validated(

@@ -326,8 +326,8 @@ class CompletionResponse(Response):
         metrics.requests(outcome, route).inc()
         self._charge(usage["completion_tokens"])
         metrics.usage.call(self.requests[0].tenant, usage["completion_tokens"])
-        metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        metrics.cached_tokens.inc(self._cached_tokens)
+        metrics.prompt_tokens.count += usage["prompt_tokens"]
+        metrics.cached_tokens.count += self._cached_tokens
         if self._route is not None:
             for request in self.requests:
                 metrics.prompt_length.observe(request.prompt_len)

@@ -39,7 +39,7 @@ FETCH_TOKENS = 64
 """An attempt that moves computes up to this many uncached tokens on its new worker: a fetch takes no less time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRoute:
     """Where a request's first token was computed.
 
@@ -85,6 +85,7 @@ class RoutedRequest:
     Attributes:
         trace_id: The client's request id, for logs.
         tokens, hash_root, block_hashes: The prompt's tokens and the hashes of its full blocks, as on the wire.
+        prompt_len: Tokens of the prompt.
         fingerprint: Fingerprint of the model the request was started on; only workers with the same one continue it.
         choices: The outputs to generate.
         priority: Higher goes first.
@@ -115,6 +116,7 @@ class RoutedRequest:
     needed_at: float = inf
     ticks: bool = False
     trace: "TracedSpan | None" = None
+    prompt_len: int = field(init=False)
     load_class: RequestClass | None = field(init=False, default=None)
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
@@ -125,11 +127,7 @@ class RoutedRequest:
 
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in self.choices]
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.tokens) // TOKEN_BYTES
+        self.prompt_len = len(self.tokens) // TOKEN_BYTES
 
     @property
     def log_fields(self) -> dict[str, dict[str, object]]:
@@ -348,33 +346,27 @@ class Attempt:
         )
         return self.decision
 
-    def check(self, output: pb.Output) -> None:
+    def check(self, output: pb.Output, token_ids: Sequence[int]) -> None:
         """Raises ProtocolError if a figure of an output is out of range, or the last token does not end its choice."""
-        request, token_ids, prefilled = self.request, output.token_ids, output.prefilled
-        known = request.outputs[output.choice]
+        request, sampling = self.request, self.request.sampling
+        known = len(request.outputs[output.choice])
         hello = self.session.hello if self.session is not None else None
         vocab_size = hello.vocab_size if hello is not None else 0
         if not token_ids:
             raise ProtocolError("it sent an output without tokens")
         if max(token_ids) >= vocab_size:
             raise ProtocolError(f"it sent token id {max(token_ids)}, but its vocabulary has {vocab_size}")
-        left = request.sampling.max_tokens - len(known) - len(token_ids)
+        left = sampling.max_tokens - known - len(token_ids)
         if left < 0:
-            raise ProtocolError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
+            raise ProtocolError(f"it sent more than the {sampling.max_tokens} tokens that a request asked for")
         if left == 0 and output.finish == pb.FINISH_NONE:  # a replay would have nothing left to compute
-            raise ProtocolError(f"it did not end a choice with the last of its {request.sampling.max_tokens} tokens")
-        if not 0 <= prefilled.queue_ms <= MAX_MS:
-            raise ProtocolError(f"it reported a queue time of {prefilled.queue_ms} ms")
-        if prefilled.cached_tokens > request.prompt_len + len(known):
-            raise ProtocolError(f"it reported {prefilled.cached_tokens} cached tokens of a shorter prompt")
+            raise ProtocolError(f"it did not end a choice with the last of its {sampling.max_tokens} tokens")
+        if output.HasField("prefilled"):
+            _check_prefilled(output.prefilled, request.prompt_len + known)
         if output.HasField("landed"):
             _check_landed(output.landed)
-        if prefilled.HasField("fetched"):
-            _check_landed(prefilled.fetched)
-        if not (prefilled.prefill_worker.isascii() and prefilled.prefill_worker.isprintable()):  # a response header
-            raise ProtocolError(f"it reported a prefill worker {prefilled.prefill_worker!r}")
         scores = output.logprobs
-        if len(scores) != len(token_ids) * request.sampling.HasField("top_logprobs"):
+        if len(scores) != len(token_ids) * sampling.HasField("top_logprobs"):
             raise ProtocolError(f"it sent {len(token_ids)} tokens and log-probabilities of {len(scores)}")
         for score in scores:
             if len(score.top_ids) != len(score.top_logprobs) or max(score.top_ids, default=0) >= vocab_size:
@@ -414,13 +406,13 @@ class Attempt:
         if self.session is not None and self.session.worker_load is not None:
             self.session.worker_load.sequences_ended(1)
 
-    def detach(self, outcome: str) -> None:
+    def detach(self, outcome: str, now: float) -> None:
         """Records that the attempt no longer runs on a worker."""
         self._prompt_computed()
         if self.decision is not None:
             if not self.request.started:
                 self.request.wake_s += self.decision.wake_s
-            self.decision.end(outcome, asyncio.get_running_loop().time())
+            self.decision.end(outcome, now)
             self.decision = None
         if self.trace is not None:
             self.trace.set({"cpd.outcome": outcome})
@@ -434,6 +426,17 @@ class Attempt:
         if self.prefill_session is not None and self.prefill_session.worker_load is not None:
             self.prefill_session.worker_load.prompt_answered(self.id)
         self.prefill_session = None
+
+
+def _check_prefilled(prefilled: pb.Prefilled, tokens: int) -> None:
+    if not 0 <= prefilled.queue_ms <= MAX_MS:
+        raise ProtocolError(f"it reported a queue time of {prefilled.queue_ms} ms")
+    if prefilled.cached_tokens > tokens:
+        raise ProtocolError(f"it reported {prefilled.cached_tokens} cached tokens of a shorter prompt")
+    if prefilled.HasField("fetched"):
+        _check_landed(prefilled.fetched)
+    if not (prefilled.prefill_worker.isascii() and prefilled.prefill_worker.isprintable()):  # a response header
+        raise ProtocolError(f"it reported a prefill worker {prefilled.prefill_worker!r}")
 
 
 def _check_landed(landed: pb.Landed) -> None:

@@ -123,6 +123,7 @@ class Dispatcher:
         max_wait_s: float,
         rng: Random,
     ) -> None:
+        self._loop = asyncio.get_running_loop()  # asking for it each time takes a system call
         self._max_wait_s = max_wait_s
         self.decisions = Decisions()
         self.arrivals = Arrivals()
@@ -275,7 +276,7 @@ class Dispatcher:
     def _crashed(self, session: WorkerSession) -> None:
         """Makes suspects of a crashed worker's attempts, and convicts the one that was a suspect before if it is the
         only one."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         present = [one for one in self._attempts.values() if session in (one.session, one.prefill_session)]
         suspected = {attempt.request for attempt in present if attempt.crashes}
         for attempt in present:
@@ -313,10 +314,9 @@ class Dispatcher:
             self._fail(attempt.request, failed("The output could not be processed."))
 
     def _accept(self, attempt: Attempt, session: WorkerSession, output: pb.Output) -> None:
-        attempt.check(output)
-        request, index, prefilled, token_ids = attempt.request, output.choice, output.prefilled, output.token_ids
-        choice, loop = request.choices[index], asyncio.get_running_loop()
-        now = loop.time()
+        request, index, token_ids = attempt.request, output.choice, list(output.token_ids)
+        attempt.check(output, token_ids)
+        choice, now = request.choices[index], self._loop.time()
         if attempt.waits_since is not None:
             self._wakes.end(attempt)
         attempt.on_output(output, now, self._learning)
@@ -339,9 +339,10 @@ class Dispatcher:
             request.started = True
             request.end_expiry()
             wake_s = request.wake_s + (attempt.decision.wake_s if attempt.decision is not None else 0.0)
-            worker, cached_tokens, queue_ms = prefilled.prefill_worker, prefilled.cached_tokens, prefilled.queue_ms
-            request.consumer.started(RequestRoute(session.id, worker, cached_tokens, queue_ms, wake_s * 1e3))
-            loop.call_soon(self._count_first, request, prefilled, wake_s)  # after the tokens are on their way
+            worker, cached_tokens = output.prefilled.prefill_worker, output.prefilled.cached_tokens
+            route = RequestRoute(session.id, worker, cached_tokens, output.prefilled.queue_ms, wake_s * 1e3)
+            request.consumer.started(route)
+            self._loop.call_soon(self._count_first, request, route)  # after the tokens are on their way
         if output.finish != pb.FINISH_NONE:
             self._choice_done(attempt, index)
         elif choice.finish is not None:  # by a stop string, which the worker does not know
@@ -355,11 +356,11 @@ class Dispatcher:
             attempt.crashes.clear()
             self._suspects.discard(attempt)
 
-    def _count_first(self, request: RoutedRequest, prefilled: pb.Prefilled, wake_s: float) -> None:
-        if wake_s:
-            self._metrics.wake_waits(request.tenant).observe(wake_s)
-        self._metrics.queue(request.tenant).observe(prefilled.queue_ms / 1e3)
-        self._metrics.usage.prompt(request.tenant, request.prompt_len, prefilled.cached_tokens)
+    def _count_first(self, request: RoutedRequest, route: RequestRoute) -> None:
+        if route.wake_ms:
+            self._metrics.wake_waits(request.tenant).observe(route.wake_ms / 1e3)
+        self._metrics.queue(request.tenant).observe(route.queue_ms / 1e3)
+        self._metrics.usage.prompt(request.tenant, request.prompt_len, route.cached_tokens)
 
     def _choice_done(self, attempt: Attempt, choice: int) -> None:
         self._learning.answer(attempt.request.tenant, len(attempt.request.outputs[choice]))
@@ -397,12 +398,12 @@ class Dispatcher:
             return False
         if session.residency != "serving":  # its streams go on after the next wake
             return False
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         return self._moves.suspicious(load.candidate, lambda: self._move_targets(1, ()), now)
 
     def _relieve(self, session: WorkerSession) -> None:
         """Asks a worker that is slow or full to park the attempt that gains most by moving, if one does."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if session.worker_load is None or self._free_moves(session) <= 0:
             return
         streams = {
@@ -424,7 +425,7 @@ class Dispatcher:
             self._ask_to_park(self._attempts[move.key], move)
 
     def _movable(self, session: WorkerSession) -> list[Attempt]:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         return [one for one in self._attempts.values() if one.session is session and now >= one.stays_until]
 
     def _free_moves(self, session: WorkerSession) -> int:
@@ -467,7 +468,7 @@ class Dispatcher:
         """Frees the pages that a worker keeps for an attempt, which goes on elsewhere, and moves the next one."""
         parked = attempt.parked
         assert parked is not None
-        attempt.moved_at = asyncio.get_running_loop().time()
+        attempt.moved_at = self._loop.time()
         self._metrics.moves("moved").inc()
         self._unpark(attempt)
         if parked.session.gives_away:
@@ -488,7 +489,7 @@ class Dispatcher:
         Raises:
             ApiError: The policy failed.
         """
-        request, workers, now = attempt.request, self._workers, asyncio.get_running_loop().time()
+        request, workers, now = attempt.request, self._workers, self._loop.time()
         if workers.model.fingerprint != request.fingerprint:
             return False
         longest, barred, parked = attempt.longest, self._barred(attempt, now), attempt.parked
@@ -557,7 +558,7 @@ class Dispatcher:
         self._wakes.placed(attempt)
         self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()
         if attempt.parked is not None:
-            asyncio.get_running_loop().call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
+            self._loop.call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
         return True
 
     def _arrived(self, seen: Situation, takers: Container[str]) -> RequestClass:
@@ -569,8 +570,7 @@ class Dispatcher:
 
     def _check(self, request: RoutedRequest) -> None:
         """Raises ApiError if the same request has crashed workers."""
-        now = asyncio.get_running_loop().time()
-        if self._convictions and self._convictions.includes(request.digest, now):
+        if self._convictions and self._convictions.includes(request.digest, self._loop.time()):
             message = f"This request crashed workers in the last {REMEMBERED_S / 60:g} minutes and is refused for now."
             raise crashes_workers(f"{message} Tell the operator of this server its request id.")
 
@@ -594,7 +594,7 @@ class Dispatcher:
 
     def _expired(self, request: RoutedRequest) -> None:
         """Gives up a request that has waited too long."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         waits_ms = [one.wake_ms(now) + one.queue_ms(now) + one.overdue_ms for one in self._workers.takers(1)]
         message = f"There was no first token after {now - request.received:.1f} s, so the request is given up."
         if request.waits_for_wake:
@@ -636,8 +636,7 @@ class Dispatcher:
         except ApiError as error:
             self._fail(attempt.request, error)
             return
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self._loop.time()
         if not attempt.may_wait:
             self._fail(attempt.request, _queues_full(attempt.queue_full, retry_after_s))
             return
@@ -650,7 +649,7 @@ class Dispatcher:
         attempt.refused_by.clear()
         attempt.queue_full.clear()
         wait_s = min(TURN_S if attempt.crashes else retry_after_s, attempt.deadline - now)
-        attempt.timer = loop.call_later(wait_s, self._place_or_wait, attempt, RETRY_S)
+        attempt.timer = self._loop.call_later(wait_s, self._place_or_wait, attempt, RETRY_S)
 
     def _split(self, attempt: Attempt) -> list[Attempt]:
         """Replaces the attempt by one per choice if the request has output."""
@@ -685,7 +684,7 @@ class Dispatcher:
 
     def _detach(self, attempt: Attempt, outcome: str) -> None:
         self._wakes.end(attempt)
-        attempt.detach(outcome)
+        attempt.detach(outcome, self._loop.time())
 
     def _remove(self, attempt: Attempt, outcome: str) -> None:
         self._end_wait(attempt)

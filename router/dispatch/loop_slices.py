@@ -27,6 +27,7 @@ class LoopSlices(Generic[T]):
 
     def __init__(self, handle: Callable[[T], None]) -> None:
         self._handle = handle
+        self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[T, int]] = deque()
         self._tokens = 0
         self._scheduled = False
@@ -47,7 +48,7 @@ class LoopSlices(Generic[T]):
     def _schedule(self) -> None:
         if self._waiting and not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._slice)
+            self._loop.call_soon(self._slice)
 
     def _slice(self) -> None:
         self._scheduled = False

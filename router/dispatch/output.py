@@ -26,7 +26,7 @@ class TokenScore:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """New output of a choice since the last delta.
 

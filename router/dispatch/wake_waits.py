@@ -28,6 +28,7 @@ class WakeWaits:
 
     def __init__(self, give_up: Callable[[RoutedRequest], None]) -> None:
         self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
         self._waiting: set[Attempt] = set()
 
     def limit(self, attempt: Attempt, gives_up_at: float) -> None:
@@ -37,7 +38,9 @@ class WakeWaits:
 
     def placed(self, attempt: Attempt) -> None:
         """The attempt was sent to its workers."""
-        if any(one.residency != "serving" for one in attempt.workers):
+        assert attempt.decision is not None
+        placement = attempt.decision.placement
+        if not (placement.decode.serving and placement.prompt_worker.serving):
             self._begin(attempt)
 
     def reported(self, session: WorkerSession, attempts: Iterable[Attempt]) -> None:
@@ -63,7 +66,7 @@ class WakeWaits:
         """The attempt does not wait for a wake any more, if it did."""
         if attempt.waits_since is None:
             return
-        waited_s = asyncio.get_running_loop().time() - attempt.waits_since
+        waited_s = self._loop.time() - attempt.waits_since
         attempt.waits_since = attempt.promised_at = None
         self._waiting.discard(attempt)
         of_prompt = attempt.prefill_session is not None  # otherwise it is a gap in the stream
@@ -72,7 +75,7 @@ class WakeWaits:
         self._set_expiry(attempt)
 
     def _begin(self, attempt: Attempt) -> None:
-        attempt.waits_since = asyncio.get_running_loop().time()
+        attempt.waits_since = self._loop.time()
         self._waiting.add(attempt)
         self._note_promise(attempt)
         attempt.request.consumer.waits_for_wake()
@@ -97,5 +100,4 @@ class WakeWaits:
             at += attempt.decision.wake_s
         if attempt.waits_since is not None and attempt.promised_at is not None:
             at += max(0.0, attempt.promised_at - attempt.waits_since)
-        loop = asyncio.get_running_loop()
-        request.expiry = loop.call_at(min(at, request.needed_at), self._give_up, request)
+        request.expiry = self._loop.call_at(min(at, request.needed_at), self._give_up, request)

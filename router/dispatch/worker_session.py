@@ -46,9 +46,6 @@ log = logging.getLogger(__name__)
 
 _ROLES: Mapping[int, str] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_COMBINED: "combined"}
 
-SILENT_S = 3.0
-"""A worker that sent nothing for this long, in seconds, is stopped or cut off: workers send something every second."""
-
 CONNECT_S = 5.0
 """Time limit for opening a connection, in seconds."""
 
@@ -195,10 +192,6 @@ class WorkerSession:
     def failed(self) -> bool:
         """True if the session is ending because of a protocol error. Its messages are ignored."""
         return self._error is not None
-
-    def silent(self, now: float) -> bool:
-        """True if the worker has sent nothing for SILENT_S; `now` is the loop's time."""
-        return now - self.heard_at > SILENT_S
 
     @property
     def heard_at(self) -> float:

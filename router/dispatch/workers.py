@@ -24,6 +24,9 @@ from router.prefix_index.index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 3.0
+"""A worker that sent nothing for this long, in seconds, is stopped or cut off: workers send something every second."""
+
 SWEEP_S = 0.5
 """Interval at which the index is cleared of lost workers, in seconds."""
 
@@ -79,6 +82,7 @@ class Workers:
         itl_ms: float,
         learning: Learning,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self.index = PrefixIndex()
         self.events = Events()
         self.router_id = router_id
@@ -110,7 +114,9 @@ class Workers:
     @property
     def ready(self) -> bool:
         """True if it is settled and a worker takes requests."""
-        return self.settled and any(_takers(self._sessions.values()))
+        return self.settled and any(
+            session.live and (session.takes_any or session.role == "combined") for session in self._sessions.values()
+        )
 
     @property
     def residency(self) -> Residency | None:
@@ -155,12 +161,23 @@ class Workers:
         """The live workers of a role, except `exclude`, that take `tokens` tokens of prompt and output. Silent workers
         are returned only if there are no others."""
         of_role = [session for session in self._sessions.values() if session.live and session.role == role]
-        return _candidates(of_role, tokens, exclude)
+        return self._candidates(of_role, tokens, exclude)
 
     def takers(self, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
         """The workers that take requests, as `candidates` returns them: the combined ones, or, while none of these is
         live, the prefill workers."""
-        return _candidates(_takers(self._sessions.values()), tokens, exclude)
+        return self._candidates(_takers(self._sessions.values()), tokens, exclude)
+
+    def _candidates(self, sessions: Iterable[WorkerSession], tokens: int, exclude: Container[str]) -> list[Candidate]:
+        """Those of the workers, except `exclude`, that take `tokens` tokens; silent ones if there are no others."""
+        silent_since = self._loop.time() - SILENT_S
+        heard: list[Candidate] = []
+        silent: list[Candidate] = []
+        for session in sessions:
+            load = session.worker_load
+            if session.id not in exclude and load is not None and load.max_model_len >= tokens:
+                (silent if session.heard_at < silent_since else heard).append(load.candidate)
+        return heard or silent
 
     async def sweep(self) -> None:
         """Clears the index of workers that are gone, until cancelled."""
@@ -247,15 +264,3 @@ def _takers(sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
     live = [session for session in sessions if session.live]
     combined = [session for session in live if session.role == "combined"]
     return combined or [session for session in live if session.takes_any]
-
-
-def _candidates(sessions: Sequence[WorkerSession], tokens: int, exclude: Container[str]) -> list[Candidate]:
-    """Those of the workers, except `exclude`, that take `tokens` tokens; silent ones if there are no others."""
-    now = asyncio.get_running_loop().time()
-    heard: list[Candidate] = []
-    silent: list[Candidate] = []
-    for session in sessions:
-        load = session.worker_load
-        if session.id not in exclude and load is not None and load.max_model_len >= tokens:
-            (silent if session.silent(now) else heard).append(load.candidate)
-    return heard or silent

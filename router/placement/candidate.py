@@ -35,7 +35,7 @@ ASSUMED_WAKE_MS = 15_000.0
 nothing: that to displace another model, with the default settings."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
     """A worker that could take a request. What depends on the time has an argument `now`, in seconds.
 
@@ -115,10 +115,8 @@ class Candidate:
 
     def prefill(self, tokens: int, before: int) -> PrefillEstimate:
         """Estimates the prefill of `tokens` tokens after `before` cached ones, while the worker's streams decode."""
-        estimate = self.estimator.estimate(tokens, before)
-        if self.ttft_factor == 1.0:
-            return estimate
-        return estimate._replace(ms=self.ttft_factor * estimate.ms, delay_ms=self.ttft_factor * estimate.delay_ms)
+        ms, gap_ms, delay_ms = self.estimator.estimate(tokens, before)
+        return PrefillEstimate(self.ttft_factor * ms, gap_ms, self.ttft_factor * delay_ms)
 
     def transfer_ms(self, pages: int) -> float:
         """Time to receive pages."""
@@ -141,10 +139,10 @@ class Candidate:
         """Time to compute one token of a long prompt."""
         return self.ttft_factor * self.estimator.token_ms
 
-    @cached_property
+    @property
     def lone_step_ms(self) -> float:
         """Duration of a decode step with one stream."""
-        return self.estimator.step_ms(Work.decode(1, 1))
+        return self.estimator.lone_step_ms
 
     @cached_property
     def speed(self) -> float:
@@ -156,7 +154,7 @@ class Candidate:
         together = self._all_context + context * streams
         return self.decode_slowdown * self.estimator.step_ms(Work.decode(self.requests + streams, together))
 
-    @cached_property
+    @property
     def _all_context(self) -> int:
         """Tokens of all requests. Requests that do not decode yet count like an average stream."""
         decodes = self.estimator.decodes

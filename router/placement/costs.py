@@ -73,6 +73,7 @@ class PlacementQuery:
         requests = prompt.choices + sum([worker.requests for worker in seen.combined])
         self._share_by_speed = settings.balanced_share * requests / sum([worker.speed for worker in seen.combined])
         self._prefixes = seen.cached
+        self._output_pages = prompt.choices * blocks_for(min(prompt.output_tokens, prompt.expected_output))
         self._nothing = CachedPart(0, 0, 0.0, blocks_for(prompt.tokens))
         self._parts: dict[str, CachedPart] = {}
 
@@ -142,10 +143,9 @@ class PlacementQuery:
 
     def no_room_ms(self, worker: Candidate) -> float:
         """The cost of a late first token if the worker has too few pages: the request would wait until others end."""
-        output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, self.prompt.expected_output))
-        pages = self.cached(worker).missing_pages + output
         if worker.num_pages <= 0 or not worker.serving:  # a pool that sleeps is empty when it wakes
             return 0.0
+        pages = self.cached(worker).missing_pages + self._output_pages
         return 0.0 if pages <= worker.free_pages + worker.cached_pages else self._ttft_miss_ms
 
     def with_overdue_ms(self, worker: Candidate, wait_ms: float, rest_ms: float) -> float:

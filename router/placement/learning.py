@@ -91,9 +91,9 @@ class _Figure:
         value = self._mean.value + self._offset * exp((self._at - now) / FORGET_S)
         return min(max(value, self._low), self._high)
 
-    def add(self, change: float, now: float) -> None:
+    def set(self, value: float, now: float) -> None:
         """Changes the figure, and the mean a little."""
-        value = min(max(self.at(now) + change, self._low), self._high)
+        value = min(max(value, self._low), self._high)
         self._mean.add(value)
         self._offset, self._at = value - self._mean.value, now
 
@@ -135,14 +135,15 @@ class _Correction:
 
     def learn(self, varying_ms: float, actual_ms: float, now: float) -> None:
         """Learns from a TTFT, whose queue and prefill were predicted to take `varying_ms`."""
-        factor = self.factor(now)
-        predicted_ms = self.overhead_ms(now) + factor * varying_ms
+        overhead_ms, ttft = self._overhead_ms.at(now), self._ttft.at(now)
+        factor = exp(ttft)
+        predicted_ms = overhead_ms + factor * varying_ms
         # an error counts at most as much as the prediction: one outlier proves nothing
         limit_ms = predicted_ms + PREDICTED_MS
         error_ms = min(max(actual_ms - predicted_ms, -limit_ms), limit_ms)
         step = RATE * error_ms / (varying_ms**2 + PREDICTED_MS**2)
-        self._overhead_ms.add(step * PREDICTED_MS**2, now)
-        self._ttft.add(log1p(max(step * varying_ms / factor, -0.5)), now)
+        self._overhead_ms.set(overhead_ms + step * PREDICTED_MS**2, now)
+        self._ttft.set(ttft + log1p(max(step * varying_ms / factor, -0.5)), now)
 
 
 class WorkerErrors:

@@ -14,7 +14,7 @@ from router.placement.candidate import Candidate
 from router.prefix_index.index import Prefixes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as all that is made for each request: that takes three times longer
 class Prompt:
     """A prompt to place.
 
@@ -46,7 +46,7 @@ class Targets:
     long_prefill_tokens: int | Literal["auto"] = "auto"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Situation:
     """A prompt to place, and what the router knows at that moment.
 
@@ -123,7 +123,7 @@ class Option(NamedTuple):  # six times faster to create than a frozen dataclass
     cost: Cost
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """A decision. `costs.placement_of` makes the simplest ones.
 

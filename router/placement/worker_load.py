@@ -147,8 +147,8 @@ class WorkerLoad:
 
     def prompt_answered(self, key: int) -> None:
         """Forgets a prompt that has its first token, or whose request was withdrawn."""
-        if self._unanswered.pop(key, None):
-            self._candidate = None
+        if self._unanswered.pop(key, None) and not self._unanswered:
+            self._candidate = None  # it may be alone now
 
     def sequences_started(self, count: int) -> None:
         """Adds sequences of this router that will decode on the worker."""

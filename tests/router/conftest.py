@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
-from router.dispatch import worker_session as sessions
+from router.dispatch import workers
 from router.listener import listen
 from router.operations import peer_routers
 from router.server import serve
@@ -70,7 +70,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises time limits: scripted workers send nothing by themselves, and the machine may be busy."""
-    monkeypatch.setattr(sessions, "SILENT_S", 60.0)
+    monkeypatch.setattr(workers, "SILENT_S", 60.0)
     monkeypatch.setattr(peer_routers, "ANSWER_S", 10.0)
 
 

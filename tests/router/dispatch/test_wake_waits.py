@@ -380,7 +380,10 @@ class TestExpiry:
         consumer = SimpleNamespace(waits_for_wake=lambda: None)
         request = RoutedRequest("", "", b"", b"", b"", [], pb.Sampling(), [], cast(Any, consumer), 0, received=0.0)
         attempt = Attempt(1, request, {0}, session=worker, prefill_session=worker)
-        attempt.decision = cast(Any, SimpleNamespace(wake_s=0.0))
+        assert worker.worker_load is not None
+        candidate = worker.worker_load.candidate
+        placement = SimpleNamespace(decode=candidate, prompt_worker=candidate)
+        attempt.decision = cast(Any, SimpleNamespace(wake_s=0.0, placement=placement))
         return attempt
 
     @staticmethod

@@ -24,6 +24,7 @@ from cpd.rpc import cpd_pb2 as pb
 from deploy.redis import embedded_redis
 from kvtransfer.local import LocalNetwork
 from router.dispatch import worker_session as sessions
+from router.dispatch import workers as all_workers
 from router.dispatch.worker_session import Listener, WorkerSession
 from router.dispatch.workers import Workers
 from router.placement.learning import Learning
@@ -814,7 +815,7 @@ async def test_requests_avoid_a_silent_worker(
     router = await start_router(silent, talks)
 
     assert await _complete(router, LONG_PROMPT) == "silent"
-    monkeypatch.setattr(sessions, "SILENT_S", 0.5)
+    monkeypatch.setattr(all_workers, "SILENT_S", 0.5)
 
     async def avoids_silent() -> bool:
         await asyncio.sleep(0.6)  # the other worker stays silent
