@@ -401,7 +401,7 @@ class TestExpiry:
         assert self._expires_at(attempt) == now + 60
         assert worker.worker_load is not None
         for promised in (now + 30, now + 500):
-            worker.worker_load.candidate.serves_at = promised  # type: ignore[misc]
+            worker.worker_load.candidate.serves_at = promised
             waits.reported(worker, [attempt])
             assert self._expires_at(attempt) == pytest.approx(now + 60 + 30, abs=1)
 
