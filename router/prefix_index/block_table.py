@@ -107,10 +107,10 @@ class BlockTable:
         values[slots[::-1]] = order[::-1]  # the first one of a slot comes last
         alone = (values.take(slots) == order) & (known | (before == 0))
         values[slots] = before
-        for bucket in self._overflow.keys() & buckets.tolist():
-            for position in (buckets == bucket).nonzero()[0].tolist():
-                if int(hashes[position]) in self._overflow[bucket]:
-                    alone[position] = False
+        overflow = self._overflow
+        for position, (bucket, number) in enumerate(zip(buckets.tolist(), hashes.tolist(), strict=True)):
+            if bucket in overflow and number in overflow[bucket]:
+                alone[position] = False
         others = b""
         if not alone.all():
             others = hashes[~alone].tobytes()
