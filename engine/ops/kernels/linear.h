@@ -19,7 +19,7 @@ constexpr int kKernelRows = 6;
 constexpr int64_t kColumns = 64;                      // columns of a piece of work
 constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
-constexpr int64_t kFewRows = 32;
+constexpr int64_t kFewRows = 32, kLongPiecesPerThread = 2;  // of few rows: memory is read fastest in long streams
 constexpr int64_t kBlockBytes = 8192;  // what few rows use of a panel at once, and how far prefetches are ahead
 
 // sums += left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors vectors
@@ -182,7 +182,7 @@ void linear(Team& team, const T* x, int64_t m, int64_t k, const Weight& weight, 
   const int64_t strips = divide_up(n, kColumns), wanted = kPiecesPerThread * team.size();
   const int64_t blocks =
       std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), divide_up(wanted, strips)));
-  const int64_t pieces = m <= kFewRows ? std::min(strips, wanted) : strips;
+  const int64_t pieces = m <= kFewRows ? std::min(strips, kLongPiecesPerThread * team.size()) : strips;
   team.each(blocks * pieces, [&](int64_t item) {
     const int64_t block = item / pieces, piece = item % pieces;
     const int64_t first = strips * piece / pieces * kColumns, last = strips * (piece + 1) / pieces * kColumns;
