@@ -50,7 +50,10 @@ class Process:
     @property
     def retransmits(self) -> bool:
         """True while a TCP connection of its machine retransmits: after a cut, for up to as long as the cut lasted."""
-        connections = Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]
+        try:
+            connections = Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since somebody saw it running
+            return False
         return any(int(connection.split()[6], 16) for connection in connections)
 
     def start(self) -> None:
