@@ -69,8 +69,6 @@ def taken(fields: dict[str, Any], kind: type[Body]) -> dict[str, Any]:
         ApiError: One that is not supported would have an effect.
     """
     passing_fields, harmless = _not_honoured(kind)
-    if passing_fields.isdisjoint(fields) and harmless.isdisjoint(fields):
-        return fields
     for name in passing_fields & fields.keys():
         value = fields.pop(name)
         if not any(_same(value, passing) for passing in (None, *_passing(name, fields, kind))):
