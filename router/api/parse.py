@@ -99,7 +99,8 @@ def validated(
     for name in kind.ENTRIES:
         if _num_parts(fields.get(name)) > MAX_PARTS:
             raise invalid(name, f"'{name}' must be at most {MAX_PARTS} messages and parts of their contents.")
-    if b"\\u0000" in body and (path := _find_nul(fields)) is not None:
+    # the first test is much faster, and false for most bodies
+    if b"\\" in body and b"\\u0000" in body and (path := _find_nul(fields)) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     if b"null" in body:
         fields = _drop_nulls(fields, kind.VERBATIM)

@@ -40,6 +40,9 @@ PATIENCE_S = 0.5
 FASTEST_S = 0.25
 """Time for which it is remembered how fast the fastest worker is, in seconds."""
 
+LOOK_S = 0.05
+"""A worker that stays slow or full is looked at closely at most this often, in seconds: it takes time for each stream."""
+
 SPARE = 2
 """Where streams move to, pages last this many times as long as on a worker that counts as full."""
 
@@ -109,11 +112,12 @@ class Moves:
         self._targets = targets
         self._settings = settings
         self._since: dict[str, float] = {}
+        self._next_looks: dict[str, float] = {}
         self._fastest_ms = 0.0
         self._fastest_until = -inf
 
     def suspicious(self, worker: Candidate, workers: Callable[[], Sequence[Candidate]], now: float) -> bool:
-        """Cheap test, False for most workers. If it is False, `find` would find nothing.
+        """Cheap test, False for most workers. If it is False, `find` would find nothing, or was just asked.
 
         Args:
             workers: Returns the workers that take requests.
@@ -121,10 +125,13 @@ class Moves:
         if now >= self._fastest_until:
             self._fastest_ms = min((one.grown_step_ms(0) for one in workers()), default=0.0)
             self._fastest_until = now + FASTEST_S
-        suspicious = worker.all_decode_ms >= SLOW * self._fastest_ms or not self._lasts(worker, 1)
-        if not suspicious:
+        if worker.all_decode_ms < SLOW * self._fastest_ms and self._lasts(worker, 1):
             self.forget(worker.worker_id)
-        return suspicious
+            return False
+        if now < self._next_looks.get(worker.worker_id, -inf):
+            return False
+        self._next_looks[worker.worker_id] = now + LOOK_S
+        return True
 
     def find(
         self, worker: Candidate, streams: Sequence[Stream], others: Sequence[Candidate], now: float
@@ -138,7 +145,7 @@ class Moves:
         """
         move = self._best(worker, streams, others, now)
         if move is None:
-            self.forget(worker.worker_id)
+            self._since.pop(worker.worker_id, None)
             return None
         since = self._since.setdefault(worker.worker_id, now)
         return move if now - since >= PATIENCE_S else None
@@ -146,6 +153,7 @@ class Moves:
     def forget(self, worker_id: str) -> None:
         """A worker must be slow or full for PATIENCE_S again: it has changed, or a stream that left it came back."""
         self._since.pop(worker_id, None)
+        self._next_looks.pop(worker_id, None)
 
     def _best(
         self, worker: Candidate, streams: Sequence[Stream], others: Sequence[Candidate], now: float

@@ -11,7 +11,7 @@ from cpd.common.policy_settings import PolicySettings
 from cpd.performance.colocation import Colocation, PrefillEstimator
 from cpd.performance.model import Work
 from router.placement.candidate import NOMINAL, Candidate
-from router.placement.moves import PATIENCE_S, SLOW, SPARE, Move, Moves, Stream
+from router.placement.moves import LOOK_S, PATIENCE_S, SLOW, SPARE, Move, Moves, Stream
 from router.placement.policy import Targets
 
 SETTINGS = PolicySettings()
@@ -113,6 +113,15 @@ def test_only_slow_and_full_workers_are_looked_at_closely() -> None:
     workers = [worker("slow", 8, 2.0), worker("fast", 4), worker("other", 6), worker("full", 4, pages=4 * GROWTH - 1)]
     suspicious = [one.worker_id for one in workers if finder.suspicious(one, lambda: workers, 0.0)]
     assert suspicious == ["slow", "full"]
+
+
+def test_a_worker_that_stays_slow_is_looked_at_again_after_a_moment() -> None:
+    finder, slow, fast = moves(), worker("slow", 8, 2.0), worker("fast", 4)
+    assert finder.suspicious(slow, lambda: [slow, fast], 0.0)
+    assert not finder.suspicious(slow, lambda: [slow, fast], LOOK_S / 2)
+    assert finder.suspicious(slow, lambda: [slow, fast], LOOK_S)
+    assert not finder.suspicious(worker("slow", 4), lambda: [slow, fast], LOOK_S)
+    assert finder.suspicious(slow, lambda: [slow, fast], LOOK_S)  # it was fast meanwhile
 
 
 @dataclass
