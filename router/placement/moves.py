@@ -41,7 +41,7 @@ FASTEST_S = 0.25
 """Time for which it is remembered how fast the fastest worker is, in seconds."""
 
 LOOK_S = 0.05
-"""A worker that stays slow or full is looked at closely at most this often, in seconds: it takes time for each stream."""
+"""Time between close looks at a worker that stays slow or full, in seconds: a look takes time for each stream."""
 
 SPARE = 2
 """Where streams move to, pages last this many times as long as on a worker that counts as full."""
