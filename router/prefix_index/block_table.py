@@ -49,7 +49,7 @@ class BlockTable:
         self._value_array = array("I", [0]) * (_FIRST_ROUND * _SLOTS)
         self._keys, self._values = self._views()
         self._overflow: dict[int, dict[int, int]] = {}  # by bucket and hash
-        self._overflows = bytearray(_FIRST_ROUND)  # for each bucket, 1 if it has entries there
+        self._has_overflow = bytearray(_FIRST_ROUND)  # for each bucket, 1 if it has entries there
         self._round = _FIRST_ROUND
         self._split = 0  # buckets of this round that are already split
         self._len = 0
@@ -108,7 +108,7 @@ class BlockTable:
         values[slots[::-1]] = order[::-1]  # the first one of a slot comes last
         alone = (values.take(slots) == order) & (known | (before == 0))
         values[slots] = before
-        for position in np.frombuffer(self._overflows, np.bool_).take(buckets).nonzero()[0].tolist():
+        for position in np.frombuffer(self._has_overflow, np.bool_).take(buckets).nonzero()[0].tolist():
             if int(hashes[position]) in self._overflow[int(buckets[position])]:
                 alone[position] = False
         others = b""
@@ -194,7 +194,7 @@ class BlockTable:
             slot = self._value_array.index(0, bucket * _SLOTS, (bucket + 1) * _SLOTS)
         except ValueError:
             self._overflow.setdefault(bucket, {})[number] = value
-            self._overflows[bucket] = 1
+            self._has_overflow[bucket] = 1
         else:
             self._key_bytes[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = number.to_bytes(KEY_BYTES, "little")
             self._value_array[slot] = value
@@ -207,7 +207,7 @@ class BlockTable:
         self._len -= value > 0
         if not entries:
             del self._overflow[bucket]
-            self._overflows[bucket] = 0
+            self._has_overflow[bucket] = 0
         return value
 
     def _split_some(self) -> None:
@@ -215,7 +215,7 @@ class BlockTable:
         del self._keys, self._values
         self._key_bytes += bytes((last - first) * _BUCKET_BYTES)
         self._value_array.frombytes(bytes((last - first) * _SLOTS * self._value_array.itemsize))
-        self._overflows += bytes(last - first)
+        self._has_overflow += bytes(last - first)
         self._keys, self._values = self._views()
         keys, values = self._keys, self._values.reshape(-1, _SLOTS)
         target = slice(self._round + first, self._round + last)
@@ -224,7 +224,7 @@ class BlockTable:
             slots[target] = np.where(moves, slots[first:last], 0)
             slots[first:last][moves] = 0
         del keys, values, slots
-        self._overflows[first:last] = bytes(last - first)
+        self._has_overflow[first:last] = bytes(last - first)
         for bucket in range(first, last):
             for number, value in self._overflow.pop(bucket, {}).items():
                 self._insert(bucket + (number & self._round), number, value)
