@@ -100,14 +100,15 @@ class Router:
 
     async def own_lease(self) -> dict[str, Any]:
         """The only router of `GET /cluster`, once its lease is known."""
+        found: list[dict[str, Any]] = []
 
         async def listed() -> bool:
-            return bool((await self.cluster())["routers"])
+            found[:] = (await self.cluster())["routers"]
+            return bool(found)
 
         await eventually(listed)
-        (own,) = (await self.cluster())["routers"]
-        lease: dict[str, Any] = own
-        return lease
+        (own,) = found
+        return own
 
     async def knows(self, *workers: FakeWorker) -> None:
         """Waits until these workers are live."""

@@ -242,9 +242,7 @@ async def test_a_router_that_is_not_ready_leaves_the_port_to_one_that_is(
     port = int(first.url.rpartition(":")[2])
     second = await start_router(name="router-b", port=port)
 
-    async def admin_of_b() -> str:
-        routers = {one["id"]: one["admin"] for one in (await first.cluster())["routers"]}
-        return f"http://{routers['router-b']}"
+    admins: dict[str, str] = {}
 
     async def served_by() -> set[str]:
         """Returns the routers that answer on ten new connections."""
@@ -258,10 +256,11 @@ async def test_a_router_that_is_not_ready_leaves_the_port_to_one_that_is(
         return names
 
     async def listed() -> bool:
-        return len((await first.cluster())["routers"]) == 2
+        admins.update({one["id"]: one["admin"] for one in (await first.cluster())["routers"]})
+        return "router-b" in admins
 
     await eventually(listed)
-    async with httpx.AsyncClient(base_url=await admin_of_b(), timeout=30) as admin:
+    async with httpx.AsyncClient(base_url=f"http://{admins['router-b']}", timeout=30) as admin:
         assert (await admin.get("/readyz")).status_code == 503
         assert await served_by() == {"router-a"}
         worker.snapshot_may_go.set()
