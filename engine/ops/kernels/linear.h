@@ -19,13 +19,13 @@ constexpr int kKernelRows = 6;
 constexpr int64_t kColumns = 64;                      // columns of a piece of work
 constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
-constexpr int64_t kFewRows = 32, kLongPiecesPerThread = 2;  // of few rows: memory is read fastest in long streams
-constexpr int64_t kBlockBytes = 8192;  // what few rows use of a panel at once, and how far prefetches are ahead
+constexpr int64_t kFewRows = 32, kLongPiecesPerThread = 4;  // of few rows: memory is read fastest in long streams
+constexpr int64_t kBlockBytes = 4096;                       // what the tiles of few rows use of a panel in turn
 
 // sums += left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors vectors
-// of the panel's columns. Rows of sums are kPanel floats apart. See `Ahead`.
+// of the panel's columns. Rows of sums are kPanel floats apart.
 template <typename T, int kRows, int kVectors>
-void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, Ahead ahead, float* sums) {
+void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, float* sums) {
   const uint32_t* row[kRows];
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 8
@@ -35,7 +35,6 @@ void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, in
     for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * kPanel + v * kLanes);
   }
   for (int64_t k = 0; k < words; ++k) {
-    prefetch(ahead.at + k * kPanel * 4, ahead.bytes);
     Words panel_words[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) panel_words[v] = load_words(panel + k * kPanel + v * kLanes);
@@ -54,7 +53,7 @@ void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, in
     for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, Ahead, float*);
+using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*);
 
 template <typename T, int... kIndex>
 constexpr std::array<Microkernel, sizeof...(kIndex)> all_microkernels(std::integer_sequence<int, kIndex...>) {
@@ -102,7 +101,7 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
 // x: [rows, k], and `quantized` the same by `quantize_rows` if the weight is quantised; then x is not read.
 //
 // Rows are computed in tiles, whose sums fill the registers. With few rows, memory is the limit: tiles take turns on a
-// block of the panel that stays in the first-level cache, and prefetch the block behind it, which follows in memory.
+// block of the panel that stays in the first-level cache.
 template <typename T>
 CPD_INLINE void linear_piece(const T* x, const uint32_t* quantized, int64_t begin, int64_t end, int64_t k,
                              const Weight& weight, int64_t n, const T* bias, int64_t first, int64_t last, T* y) {
@@ -117,13 +116,12 @@ CPD_INLINE void linear_piece(const T* x, const uint32_t* quantized, int64_t begi
     return is_plain ? as_factors(x + row * k, rows * k) : quantized + row * stride;
   };
   auto panel_of = [&](int64_t column) { return weight.data + column / kPanel * units * unit_bytes; };
-  auto multiply = [&](const uint32_t* left, int64_t rows, const uint8_t* right, int64_t count, int64_t column, Ahead ahead,
-                      float* to) {
+  auto multiply = [&](const uint32_t* left, int64_t rows, const uint8_t* right, int64_t count, int64_t column, float* to) {
     const int64_t vectors = divide_up(std::min<int64_t>(kPanel, last - column), kLanes);
     if (is_plain) {
-      microkernel_for<T>(rows, vectors)(left, stride, reinterpret_cast<const uint32_t*>(right), count, ahead, to);
+      microkernel_for<T>(rows, vectors)(left, stride, reinterpret_cast<const uint32_t*>(right), count, to);
     } else {
-      quantized_microkernel_for(weight.format, rows, vectors)(left, stride, right, count, ahead, to);
+      quantized_microkernel_for(weight.format, rows, vectors)(left, stride, right, count, to);
     }
   };
   auto write = [&](int64_t row, int64_t rows, int64_t column) {
@@ -141,27 +139,22 @@ CPD_INLINE void linear_piece(const T* x, const uint32_t* quantized, int64_t begi
       const int64_t row = begin + m * t / tiles, rows = begin + m * (t + 1) / tiles - row;
       const uint32_t* left = factors_of(row, rows);
       for (int64_t column = first; column < last; column += kPanel) {
-        const uint8_t* panel = panel_of(column);
         std::fill_n(sums, rows * kPanel, 0.0f);
-        multiply(left, rows, panel, units, column, {panel + kBlockBytes, t == 0 ? unit_bytes : 0}, sums);
+        multiply(left, rows, panel_of(column), units, column, sums);
         write(row, rows, column);
       }
     }
     return;
   }
   const int64_t block = tiles == 1 ? units : divide_up(kBlockBytes, unit_bytes);
-  const int64_t distance = tiles == 1 ? kBlockBytes : block * unit_bytes;
-  const int64_t share = divide_up(divide_up(unit_bytes, 64), tiles) * 64;  // of a unit: each tile prefetches as much
   const uint32_t* left = factors_of(begin, m);
-  prefetch(panel_of(first), distance);
   for (int64_t column = first; column < last; column += kPanel) {
     std::fill_n(sums, m * kPanel, 0.0f);
     for (int64_t unit = 0; unit < units; unit += block) {
       const uint8_t* right = panel_of(column) + unit * unit_bytes;
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t row = m * t / tiles, rows = m * (t + 1) / tiles - row;
-        const Ahead ahead{right + distance + t * share, std::clamp<int64_t>(unit_bytes - t * share, 0, share)};
-        multiply(left + row * stride + unit * (stride / units), rows, right, std::min(block, units - unit), column, ahead,
+        multiply(left + row * stride + unit * (stride / units), rows, right, std::min(block, units - unit), column,
                  sums + row * kPanel);
       }
     }

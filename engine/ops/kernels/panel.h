@@ -41,11 +41,4 @@ int64_t panel_bytes(Format format, int64_t k) {
   return format == Format::kPlain ? kPanel * k * int64_t(sizeof(T)) : k / kGroup * group_bytes(format);
 }
 
-// What a kernel prefetches while it computes: with the first word or group of its panel `bytes` bytes at `at`, with the
-// second one as many bytes that are one word or group further on, and so on.
-struct Ahead {
-  const uint8_t* at;
-  int64_t bytes;
-};
-
 }  // namespace cpd

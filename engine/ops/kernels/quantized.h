@@ -86,10 +86,9 @@ void quantize_rows(Team& team, const T* x, int64_t m, int64_t k, uint32_t* to) {
 }
 
 // sums += left · panel, for kRows rows of `left` with stride `stride` words and the first kVectors vectors of the panel's
-// columns. Rows of sums are kPanel floats apart. See `Ahead`.
+// columns. Rows of sums are kPanel floats apart.
 template <Format kFormat, int kRows, int kVectors>
-void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* panel, int64_t groups, Ahead ahead,
-                           float* sums) {
+void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* panel, int64_t groups, float* sums) {
   constexpr int kWords = kGroup * bits_of(kFormat) / 32;
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 4
@@ -97,7 +96,6 @@ void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* 
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[r][v] = load(sums + r * kPanel + v * kLanes);
   for (int64_t g = 0; g < groups; ++g) {
-    prefetch(ahead.at + g * group_bytes(kFormat), ahead.bytes);
     const uint8_t* scales = panel + g * group_bytes(kFormat);
     const uint8_t* minima = scales + 2 * kPanel;
     const uint8_t* words = has_minima(kFormat) ? minima + 2 * kPanel : minima;
@@ -145,7 +143,7 @@ void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* 
     for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-using QuantizedMicrokernel = void (*)(const uint32_t*, int64_t, const uint8_t*, int64_t, Ahead, float*);
+using QuantizedMicrokernel = void (*)(const uint32_t*, int64_t, const uint8_t*, int64_t, float*);
 
 template <Format kFormat, int... kIndex>
 constexpr std::array<QuantizedMicrokernel, sizeof...(kIndex)> all_quantized(std::integer_sequence<int, kIndex...>) {

@@ -50,11 +50,6 @@ constexpr bool kHasDot = std::is_same_v<T, float>;
 CPD_INLINE Floats splat(float x) { return x - Floats{}; }
 CPD_INLINE Words splat(uint32_t x) { return x - Words{}; }
 
-// Prefetches `bytes` bytes, line by line. There need be no memory.
-CPD_INLINE void prefetch(const uint8_t* at, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
-}
-
 CPD_INLINE Words load_words(const void* from) {
   Words words;
   std::memcpy(&words, from, sizeof words);
