@@ -19,7 +19,7 @@ from router.lru import LRU
 from router.text.detokenize import Vocabulary
 from router.text.fair_threads import FairThreads
 from router.text.special_token_splitter import cut_pattern
-from router.text.word_cache import WordCache, can_cut_at_spaces
+from router.text.word_cache import WordCache, find_cuts
 
 INLINE_CHARS = 4_096
 """Length of the longest text that is tokenised on the event loop, in about a millisecond."""
@@ -60,7 +60,8 @@ class Tokenizer:
         self._cuts = cut_pattern(backend)
         self._parts: LRU[tuple[bytes, str], bytes] = LRU(CACHED_CHARS)
         self.threads = threads or FairThreads()
-        self._words = WordCache(self._encode_whole) if can_cut_at_spaces(backend) else None
+        word_cuts = find_cuts(backend)
+        self._words = WordCache(word_cuts, self._encode_whole) if word_cuts else None
         self._before, self._after = _special_tokens_around(backend)
         self._showing: dict[frozenset[str], Vocabulary] = {}
 

@@ -10,7 +10,7 @@ from cpd.common.blocks import pack_tokens, unpack_tokens
 from models import tiny
 from router.text import word_cache
 from router.text.tokenizer import Tokenizer as RouterTokenizer
-from router.text.word_cache import WordCache, can_cut_at_spaces
+from router.text.word_cache import WordCache, find_cuts
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BUNDLED = Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
@@ -30,7 +30,11 @@ PARTS = [
     "it's",
     "I'LL",
     " ",
+    " ",
     "  ",
+    "\n",
+    "\0",
+    "\1",
     "\n",
     "\r\n",
     "\t",
@@ -72,18 +76,19 @@ def _cache(backend: Tokenizer) -> WordCache:
     async def encode(texts: Sequence[str], owner: bytes) -> list[list[int]]:
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return WordCache(encode)
+    cuts = find_cuts(backend)
+    assert cuts is not None
+    return WordCache(cuts, encode)
 
 
 @pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "digits", "bundled", "qwen or llama", "llama or qwen"])
 def test_tokens_are_those_of_the_whole_text(splitter: pre_tokenizers.PreTokenizer) -> None:
     backend = _backend(splitter)
-    backend.add_tokens(["the<", "\n-"])
-    assert can_cut_at_spaces(backend)
+    backend.add_tokens(["the<", "-'"])
     cache = _cache(backend)
 
-    @settings(deadline=None, max_examples=300)
-    @given(st.lists(st.sampled_from(PARTS), max_size=20).map("".join) | st.text())
+    @settings(deadline=None, max_examples=500)
+    @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join) | st.text())
     def check(text: str) -> None:
         for _ in range(2):  # unknown, then known
             coroutine = cache.encode(text)
@@ -101,10 +106,31 @@ async def test_a_word_is_encoded_once_unless_it_is_long() -> None:
         encoded.extend(texts)
         return [[len(text)] for text in texts]
 
-    cache, long = WordCache(encode), "x" * 40
+    cache, long = WordCache(word_cache._AFTER_LINES, encode), "x" * 80
     for _ in range(2):
-        assert await cache.encode(f"A bc def bc {long} so") == pack_tokens([1, 3, 4, 3, 41, 3])
+        assert await cache.encode(f"A bc def bc {long} so") == pack_tokens([1, 3, 4, 3, 81, 3])
     assert sorted(encoded) == sorted(["A", " bc", " def", f" {long}", " so", f" {long}"])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        (word_cache._AFTER_LINES, ["a", " b.\n\n", "a\n", "  ", " b\t", " a"]),
+        (word_cache._BEFORE_LINES, ["a", " b.\n\na\n   b\t a"]),
+    ],
+    ids=["after lines", "before lines"],
+)
+async def test_texts_of_several_lines_are_cut_into_words(cuts: word_cache.Cuts, words: list[str]) -> None:
+    encoded: list[str] = []
+
+    async def encode(texts: Sequence[str], owner: bytes) -> list[list[int]]:
+        encoded.extend(texts)
+        return [[len(text)] for text in texts]
+
+    cache = WordCache(cuts, encode)
+    for _ in range(2):
+        assert await cache.encode("a b.\n\na\n   b\t a") == pack_tokens([len(word) for word in words])
+    assert encoded == words
 
 
 async def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +141,7 @@ async def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in letters:
         text = "so " + " ".join(one + other for other in letters)
         assert await cache.encode(text) == pack_tokens(backend.encode(text).ids)
-        assert len(cache._first) + len(cache._after_space) <= 50
+        assert len(cache._cached) <= 51
 
 
 async def test_special_tokens_stay_in_place() -> None:
@@ -141,7 +167,7 @@ async def test_special_tokens_stay_in_place() -> None:
 )
 def test_other_tokenizers_encode_whole_texts(change: dict[str, object]) -> None:
     described = json.loads(_backend(GPT2).to_str()) | change
-    assert not can_cut_at_spaces(Tokenizer.from_str(json.dumps(described)))
+    assert find_cuts(Tokenizer.from_str(json.dumps(described))) is None
 
 
 @pytest.mark.parametrize(
@@ -149,12 +175,13 @@ def test_other_tokenizers_encode_whole_texts(change: dict[str, object]) -> None:
     [
         "to be",
         "  ",
+        "\n-",
         AddedToken("<x>", single_word=True),
         AddedToken("<x>", lstrip=True),
         AddedToken("<x>", rstrip=True),
     ],
 )
-def test_added_tokens_that_may_take_spaces_prevent_cutting(token: str | AddedToken) -> None:
+def test_added_tokens_that_may_take_whitespace_prevent_cutting(token: str | AddedToken) -> None:
     backend = _backend(GPT2)
     backend.add_tokens([token])
-    assert not can_cut_at_spaces(backend)
+    assert find_cuts(backend) is None
