@@ -1,8 +1,8 @@
 """The tokens of texts word by word, cached: most words of a text were in an earlier one.
 
-Byte-level BPE first splits a text by a regular expression and never merges across the pieces. A text can be cut where
-all expressions that models use have a boundary whatever stands around it, and the tokens of its words are those of the
-text. `Cuts` has these places: before most spaces, which belong to the word behind them, and at newlines.
+Byte-level BPE first splits a text by a regular expression and never merges across the pieces. Where the expression
+always ends a piece, whatever else the text contains, the text can be cut, and the tokens of its words are the tokens of
+the text. `Cuts` describes these places: before most spaces, which belong to the word after them, and at newlines.
 """
 
 import re
@@ -25,7 +25,8 @@ MAX_WORD_BYTES = 64
 """Longer words are not cached."""
 
 _NO_SPACE, _SPACE = "\0", "\1"
-"""A word begins with the first if no space is before it, and has the second for each space. Rare in texts."""
+"""Markers. A word without a space before it begins with `_NO_SPACE`; `_SPACE` replaces each space inside a word. Texts
+that contain either are not cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,23 @@ class Cuts:
     """Where texts can be cut.
 
     Attributes:
-        line: At these newlines.
-        cut_line: What stands for such a newline where words are divided by spaces.
-        uncut_space: There is no cut before these spaces.
-        before_whitespace: There may be one between whitespace and a space.
+        line: Matches the newlines at which a text can be cut.
+        cut_line: Replaces such a newline. It contains the newline and a space, at which the text is then split.
+        uncut_space: Matches the spaces before which a text can't be cut.
+        ends_in_whitespace: True if a word that ends in whitespace may be cached.
     """
 
     line: re.Pattern[str]
     cut_line: str
     uncut_space: re.Pattern[str]
-    before_whitespace: bool
+    ends_in_whitespace: bool
 
 
 _AFTER_LINES = Cuts(re.compile(r"\n(?=[^\S\r\n]*\S)"), f"\n {_NO_SPACE}", re.compile(r" (?!\S)"), True)
-"""Of `_PATTERNS`: the last newline between words ends a piece, and the last space before a word belongs to it."""
+"""Cuts for `_PATTERNS`, which end a piece after the last newline and before the last space between two words."""
 
 _BEFORE_LINES = Cuts(re.compile(r"(?<=\S)\n(?=\S)"), f" {_NO_SPACE}\n", re.compile(r"(?<!\S) | (?!\S)"), False)
-"""Of GPT-2's expression, also around digits, which divide whitespace before them."""
+"""Cuts for GPT-2's expression, also where digits are split off first, which changes the whitespace before them."""
 
 _PATTERNS = frozenset(
     {
@@ -61,7 +62,7 @@ _PATTERNS = frozenset(
         r"|\s+(?!\S)|\s+",
     }
 )
-"""Expressions with which texts can be cut as `_AFTER_LINES` says."""
+"""Expressions that `_AFTER_LINES` is for."""
 
 _LETTERS = r'(?<=")[a-z]|\G(?<=[a-z])[a-z]'
 """The bundled model's tokenizer isolates the letters of quoted words with this. Around letters there is no cut."""
@@ -90,8 +91,8 @@ class WordCache:
         if "\n" in text:
             text = self._cuts.line.sub(self._cuts.cut_line, text)
         try:
-            # If one of the spaces is in `uncut_space`, a word before or behind it is not in the cache.
-            # An eighth faster than one look-up after the other:
+            # At a space of `uncut_space`, the word before or after is never cached, so a wrong cut is noticed.
+            # `itemgetter` is an eighth faster than one look-up after the other.
             return b"".join(itemgetter(None, *text.encode().split(b" "))(self._cached))
         except KeyError:
             return await self._encode_new(self._cuts.uncut_space.sub(_SPACE, text).encode().split(b" "), owner)
@@ -106,7 +107,7 @@ class WordCache:
         return b"".join([found[word] or b"" for word in words])
 
     def _put(self, word: bytes, tokens: bytes) -> None:
-        if len(word) > MAX_WORD_BYTES or not (self._cuts.before_whitespace or _text(word)[-1:].strip()):
+        if len(word) > MAX_WORD_BYTES or not (self._cuts.ends_in_whitespace or _text(word)[-1:].strip()):
             return
         if len(self._cached) > MAX_WORDS:
             self._cached.clear()

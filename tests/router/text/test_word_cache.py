@@ -24,7 +24,7 @@ SPLITTERS = [
         for pattern in sorted(word_cache._PATTERNS)
     ),
 ]
-PARTS = [
+PARTS = [  # spaces and newlines twice: they decide where to cut
     "a",
     "the",
     "it's",
