@@ -31,7 +31,9 @@ class PolicySettings(BaseModel):
         2.0, ge=0, description="Time that the messages between two workers add to the TTFT, until it has been measured."
     )
     queued_behind: float = Field(
-        2.0, ge=0, description="Average number of other prompts that wait for a prefill that starts now."
+        2.0,
+        ge=0,
+        description="Number of other prompts that wait for a prefill, until it has been counted.",
     )
     evicted_reuse: float = Field(
         0.25,

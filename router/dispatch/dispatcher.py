@@ -527,6 +527,8 @@ class Dispatcher:
             self._rng,
             self._learning.trusted,
             self._learning.evicted_reuse,
+            self._learning.behind_combined(now),
+            self._learning.behind_prefill(now),
         )
         self._learning.prompt(total, situation.most_cached_tokens)
         if request.load_class is None:
@@ -538,6 +540,7 @@ class Dispatcher:
             raise failed("The placement policy failed.") from None
         if attempt.number < 0:
             self._check_wait(request, placement, situation)
+            self._learning.placed(situation, placement)
         if parked is not None:
             placement = parked.placement(placement, len(hashes))
         decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)

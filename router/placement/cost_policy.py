@@ -55,7 +55,7 @@ class CostPolicy:
                 ways.append(_Way(decode.local(), decode))
             if source is not None and decode.cached.tokens < query.cached(source).tokens:
                 ways.append(_Way(decode.local(source), decode))
-        near_ms = self._near_ms(ways) if ways else inf
+        near_ms = self._near_ms(ways, seen.targets.slo_ttft_ms) if ways else inf
         others: Callable[[], Iterable[Option]] = tuple
         remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if prefills else []
         if remote:
@@ -64,7 +64,7 @@ class CostPolicy:
                 others = partial(_remote_options, remote, prefills)
             else:
                 ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
-                near_ms = self._near_ms(ways)
+                near_ms = self._near_ms(ways, seen.targets.slo_ttft_ms)
 
         ways.sort(key=_cost_ms)
         near = [way for way in ways if way.option.cost_ms <= near_ms]
@@ -85,10 +85,11 @@ class CostPolicy:
             others=others,
         )
 
-    def _near_ms(self, ways: Iterable["_Way"]) -> float:
+    def _near_ms(self, ways: Iterable["_Way"], slo_ttft_ms: float) -> float:
         """The highest cost that counts as equal to the lowest one."""
         best = min(ways, key=_cost_ms).option
-        return best.cost_ms + max(self._settings.near_ms, self._settings.near * best.ttft_ms)
+        in_time_ms = min(best.ttft_ms, slo_ttft_ms or inf)
+        return best.cost_ms + max(self._settings.near_ms, self._settings.near * in_time_ms)
 
 
 class _Way(NamedTuple):

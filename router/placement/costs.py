@@ -12,15 +12,24 @@ an option is the delay to this user plus the delay to all others:
             + decode_ms             choices · horizon · itl_ms: this user's decode steps
             + interference_ms       requests · horizon · (itl_ms - all_decode_ms): longer steps for all other streams
             + stall_ms              decodes · delay_ms: delay of the other streams' tokens when a local prefill ends
-            + queued_behind_ms      queued_behind · (prefill_ms + fetch_ms): prompts that arrive meanwhile
+            + queued_behind_ms      behind · (prefill_ms + fetch_ms): delay of prompts that arrive meanwhile
             + eviction_ms           evicted_reuse · missing_pages · page_ms: computing evicted pages again
             + imbalance_ms          excess · horizon · lone_step_ms: requests beyond the worker's share
             + slo_violation_ms      of this user's TTFT, and of every stream's gaps; see `_violation`
+            + late_ms               (late_weight - 1) · what the TTFT is beyond its target
 
 The four terms from `first_gap_ms` to `stall_ms` are delays of later tokens. They count `gap_weight` times, which is 1
 unless set. `requests` are the sequences that the combined worker has already, `decodes` those of them that decode,
 `horizon` is the setting `horizon_tokens` or the request's limit, `evicted_reuse` is learned, and `excess` counts the
 requests beyond `balanced_share` of the worker's share. `cpd/common/policy_settings.py` describes the settings.
+
+`behind` is the number of prompts that wait while this one is computed (`policy.QueuedBehind`). A worker is modelled as
+a queue with one server, where a customer that waits for w and takes x delays all others together by
+x · λ / (1 - ρ) · (w + x / 2) (Haviv and Ritov, Externalities, tangible externalities and queue disciplines, 1998).
+
+A prompt that misses its target is served after all that can meet theirs. So nobody is behind it, and its delay beyond
+the target counts only `LATE_WEIGHT` times: it goes where it harms others the least, which is a prefill worker if there
+is one, and not where it would take the time and the cached pages of prompts that can be in time.
 
 The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
 """
@@ -31,7 +40,10 @@ from typing import NamedTuple
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from cpd.common.policy_settings import PolicySettings
 from router.placement.candidate import Candidate
-from router.placement.policy import Cost, Option, Placement, Situation
+from router.placement.policy import Cost, Option, Placement, QueuedBehind, Situation
+
+LATE_WEIGHT = 0.05
+"""Weight of a first token's delay beyond its target. It decides between equal options: the shorter queue wins."""
 
 
 class CachedPart(NamedTuple):
@@ -65,7 +77,7 @@ class PlacementQuery:
         self.now = seen.now
         self.horizon = min(prompt.output_tokens, settings.horizon_tokens)
         # read for each worker
-        self._delayed_prompts = 1 + settings.queued_behind
+        self.behind_combined, self.behind_prefill = seen.behind_combined, seen.behind_prefill
         self._gap_weight, self._min_balanced = settings.gap_weight, settings.min_balanced
         self._evicted_reuse = seen.evicted_reuse
         self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
@@ -99,8 +111,9 @@ class PlacementQuery:
         """Cheap estimate of the cost of a remote prefill on this worker; cost_policy.py shortlists by it."""
         cached = self.cached(worker)
         uncached = self.prompt.tokens - cached.tokens
-        wait_ms = worker.wake_ms(self.now) + worker.queue_ms(self.now) + cached.load_ms
-        return wait_ms + self._delayed_prompts * uncached * worker.token_ms
+        queue_ms, prefill_ms = worker.queue_ms(self.now), uncached * worker.token_ms
+        delayed = 1 + self.behind_prefill.number(queue_ms, prefill_ms)
+        return worker.wake_ms(self.now) + queue_ms + cached.load_ms + delayed * prefill_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of a local prefill on this worker; cost_policy.py shortlists by it."""
@@ -133,6 +146,10 @@ class PlacementQuery:
             page_ms = min(page_ms, worker.host_page_ms)
         return self._evicted_reuse * self.cached(worker).missing_pages * page_ms
 
+    def late_ms(self, ttft_ms: float) -> float:
+        """How far a time to first token is beyond its target."""
+        return max(0.0, ttft_ms - self.targets.slo_ttft_ms) if self.targets.slo_ttft_ms else 0.0
+
     def ttft_violation_ms(self, ttft_ms: float) -> float:
         """The cost of a first token after this time."""
         return self._ttft_miss_ms * self._violation(ttft_ms, self.targets.slo_ttft_ms)
@@ -162,7 +179,8 @@ class PlacementQuery:
 
     def _token_cost_ms(self, worker: Candidate) -> float:
         """Rough sum of what all users wait for each prompt token that a combined worker computes."""
-        return (self._delayed_prompts + self._gap_weight * worker.decodes) * worker.token_ms
+        delayed = 1 + self.behind_combined.number(worker.queue_ms(self.now), 0.0)
+        return (delayed + self._gap_weight * worker.decodes) * worker.token_ms
 
     def _cached_part(self, worker: Candidate) -> CachedPart:
         name, tokens = worker.worker_id, self.prompt.tokens
@@ -200,8 +218,13 @@ class PrefillPrediction:
         self.wait_ms = worker.wait_ms(self.uncached_tokens, cached.tokens, query.now) + cached.load_ms
         self.prefill_ms = worker.prefill(self.uncached_tokens, cached.tokens).ms
         self.last_pages = blocks_for(min(self.uncached_tokens, worker.token_budget))
-        settings = query.settings
-        self.least_ms = self.wait_ms + worker.overhead_ms + (1 + settings.queued_behind) * self.prefill_ms
+        ttft_ms = self.wait_ms + worker.overhead_ms + self.prefill_ms
+        behind = query.behind_prefill.number(self.wait_ms, self.prefill_ms)
+        # it may become late only by what the combined worker adds, and then nobody is behind it
+        target_ms = query.targets.slo_ttft_ms
+        self.least_ms = ttft_ms + behind * self.prefill_ms
+        if target_ms:
+            self.least_ms = min(self.least_ms, max(ttft_ms, target_ms) - (1 - LATE_WEIGHT) * query.late_ms(ttft_ms))
 
 
 class DecodePrediction:
@@ -250,6 +273,7 @@ class DecodePrediction:
             wait_ms = max(wait_ms, query.settings.handoff_ms + prefix.load_ms + cached.load_ms + fetch_ms)
         return self._option(
             prefix_source="" if source is None else source.worker_id,
+            behind=query.behind_combined,
             uncached_tokens=uncached,
             host_tokens=prefix.host_tokens,
             wake_ms=self._wake_ms,
@@ -270,6 +294,7 @@ class DecodePrediction:
         wake_ms = max(prefill.wake_ms, self._wake_ms)
         return self._option(
             prefill=prefill.worker.worker_id,
+            behind=self._query.behind_prefill,
             uncached_tokens=prefill.uncached_tokens,
             host_tokens=prefill.host_tokens,
             wake_ms=wake_ms,
@@ -297,6 +322,7 @@ class DecodePrediction:
     def _option(
         self,
         *,
+        behind: QueuedBehind,
         uncached_tokens: int,
         host_tokens: int,
         wake_ms: float,
@@ -312,6 +338,7 @@ class DecodePrediction:
     ) -> Option:
         ttft_ms = wake_ms + wait_ms + prefill_ms + handoff_ms
         slo_violation_ms += self._query.ttft_violation_ms(ttft_ms)
+        late_ms, computing_ms = self._query.late_ms(ttft_ms), prefill_ms + fetch_ms
         cost = Cost(
             wake_ms,
             wait_ms,
@@ -321,10 +348,11 @@ class DecodePrediction:
             decode_ms=self._decode_ms,
             interference_ms=self._interference_ms,
             stall_ms=stall_ms,
-            queued_behind_ms=self._query.settings.queued_behind * (prefill_ms + fetch_ms),
+            queued_behind_ms=0.0 if late_ms else behind.number(wait_ms, computing_ms) * computing_ms,
             eviction_ms=self._eviction_ms,
             imbalance_ms=self._imbalance_ms,
             slo_violation_ms=self._slo_violation_ms + slo_violation_ms,
+            late_ms=(LATE_WEIGHT - 1) * late_ms,
         )
         gaps_ms = first_gap_ms + self._decode_ms + self._interference_ms + stall_ms
         return Option(

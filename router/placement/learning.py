@@ -3,6 +3,7 @@
 - ttft = overhead + factor · (predicted wait + prefill): both figures, of the worker that computes the prompt
 - the length of a tenant's answers
 - how likely a page is wanted again
+- how many prompts wait behind a prefill
 - whether predictions can be trusted at all
 
 How long decode steps take beside prompts is measured by the workers (`worker_load.py`).
@@ -17,16 +18,23 @@ the next such prompt: what was learned under load says little about it, and a ro
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log, log1p
+from math import exp, inf, log, log1p
+from random import Random
 from typing import Self
 
 from cpd.common.policy_settings import PolicySettings
 from router.lru import LRU
-from router.placement.policy import Placement
+from router.placement.candidate import Candidate
+from router.placement.policy import Placement, QueuedBehind, Situation
+
+TAUGHT_MS = 100.0
+"""A prediction of this length teaches the overhead and the factor equally. Where requests wait for steps and for each
+other, times vary by about as much. With 20 ms, the many short prompts of a full worker drove its factor to 8."""
 
 PREDICTED_MS = 20.0
-"""A prediction of this length teaches the overhead and the factor equally; errors are not relative to less."""
+"""Errors are not relative to less."""
 
 RATE = 0.2
 """Share of an error that one request corrects."""
@@ -49,6 +57,18 @@ MAX_TENANTS = 1024
 
 PROMPTS = 256
 """Number of recent prompts over which the share of cached tokens is averaged."""
+
+ARRIVALS = 64
+"""Number of prompts for a role from which on what waits behind a prefill is counted, and not assumed."""
+
+RATE_S = 10.0
+"""Time over which prompts for a role are counted."""
+
+MAX_BUSY = 0.97
+"""Busier workers count as this busy: nothing would be cheap enough for them."""
+
+LOOKED_AT = 16
+"""Number of workers of a role of which it is asked at each arrival whether they are busy."""
 
 JUDGED = 32
 """Number of recent first tokens by which predictions are judged."""
@@ -141,8 +161,8 @@ class _Correction:
         # an error counts at most as much as the prediction: one outlier proves nothing
         limit_ms = predicted_ms + PREDICTED_MS
         error_ms = min(max(actual_ms - predicted_ms, -limit_ms), limit_ms)
-        step = RATE * error_ms / (varying_ms**2 + PREDICTED_MS**2)
-        self._overhead_ms.set(overhead_ms + step * PREDICTED_MS**2, now)
+        step = RATE * error_ms / (varying_ms**2 + TAUGHT_MS**2)
+        self._overhead_ms.set(overhead_ms + step * TAUGHT_MS**2, now)
         self._ttft.set(ttft + log1p(max(step * varying_ms / factor, -0.5)), now)
 
 
@@ -197,6 +217,47 @@ class _Answers:
 
 
 @dataclass(slots=True)
+class _Arrivals:
+    """The prompts that come to the workers of a role, and how busy these are.
+
+    Attributes:
+        workers: Number of the workers.
+        count: Number of prompts, up to ARRIVALS.
+        recent: Number of prompts, decayed over RATE_S.
+        busy: Share of the workers that recent prompts found with a queue: what is busy of their time, whoever sent the
+            prompts before (Wolff, Poisson arrivals see time averages, 1982).
+        at: Time of the last prompt.
+    """
+
+    workers: int = 0
+    count: int = 0
+    recent: float = 0.0
+    busy: float = 0.0
+    at: float = 0.0
+
+    def found(self, workers: Sequence[Candidate], rng: Random, now: float) -> None:
+        """A prompt has found these workers."""
+        self.workers = len(workers)
+        if not workers:
+            return
+        seen = workers if len(workers) <= LOOKED_AT else rng.sample(workers, LOOKED_AT)
+        busy = sum([one.idle_at > now for one in seen]) / len(seen)
+        self.busy += (busy - self.busy) / (min(self.count, ARRIVALS) + 1)
+
+    def add(self, now: float) -> None:
+        """A prompt has gone to one of the workers."""
+        self.count = min(self.count + 1, ARRIVALS)
+        self.recent = self.recent * exp((self.at - now) / RATE_S) + 1
+        self.at = now
+
+    def behind(self, assumed: float, now: float) -> QueuedBehind:
+        """The prompts behind a prefill, as counted; `assumed` before there were any."""
+        weight = self.count / ARRIVALS
+        per_s = self.recent * exp((self.at - now) / RATE_S) / RATE_S / max(self.workers, 1)
+        return QueuedBehind((1 - weight) * assumed, weight * per_s / 1e3 / (1 - min(self.busy, MAX_BUSY)))
+
+
+@dataclass(slots=True)
 class Learning:
     """What one router learns about all workers together.
 
@@ -211,6 +272,8 @@ class Learning:
     _prefill: RoleErrors = field(init=False)
     _wrong: float = 0.0  # mean of recent first tokens: 1 if far from the prediction
     _answers: LRU[str, _Answers] = field(default_factory=lambda: LRU(MAX_TENANTS))
+    _combined_arrivals: _Arrivals = field(default_factory=_Arrivals)
+    _prefill_arrivals: _Arrivals = field(default_factory=_Arrivals)
     _prompts: int = 0  # number of recent prompts, and two sums over them
     _prompt_tokens: float = 0.0
     _cached_tokens: float = 0.0
@@ -235,6 +298,21 @@ class Learning:
         kept = 1 - 1 / self._prompts
         self._prompt_tokens = kept * self._prompt_tokens + tokens
         self._cached_tokens = kept * self._cached_tokens + cached_tokens
+
+    def placed(self, seen: Situation, placement: Placement) -> None:
+        """Learns from a request's first placement how many prompts wait behind a prefill."""
+        self._combined_arrivals.found(seen.combined, seen.rng, seen.now)
+        self._prefill_arrivals.found(seen.prefill, seen.rng, seen.now)
+        if placement.chosen.ttft_ms <= (self.slo_ttft_ms or inf):  # others go before one that is late
+            (self._prefill_arrivals if placement.chosen.prefill else self._combined_arrivals).add(seen.now)
+
+    def behind_combined(self, now: float) -> QueuedBehind:
+        """The prompts behind a prefill on a combined worker."""
+        return self._combined_arrivals.behind(self.settings.queued_behind, now)
+
+    def behind_prefill(self, now: float) -> QueuedBehind:
+        """The prompts behind a prefill on a prefill worker."""
+        return self._prefill_arrivals.behind(self.settings.queued_behind, now)
 
     def expected_output(self, tenant: str) -> int:
         """Expected tokens of an answer."""

@@ -46,6 +46,28 @@ class Targets:
     long_prefill_tokens: int | Literal["auto"] = "auto"
 
 
+class QueuedBehind(NamedTuple):
+    """How many other prompts wait for a prefill that is to begin after a wait: `fixed + per_ms · (wait + prefill / 2)`.
+
+    A prompt that arrives during the wait is delayed by the whole prefill, one that arrives during the prefill by half
+    of it on average, and so are those that arrive before the worker is next idle.
+
+    Attributes:
+        fixed: A number that does not depend on the times: before arrivals have been counted.
+        per_ms: Prompts that arrive each ms, divided by the idle share of the worker's time.
+    """
+
+    fixed: float
+    per_ms: float = 0.0
+
+    def number(self, wait_ms: float, prefill_ms: float) -> float:
+        """The number of prompts behind a prefill that begins after `wait_ms` and takes `prefill_ms`."""
+        return self.fixed + self.per_ms * (wait_ms + prefill_ms / 2)
+
+
+ASSUMED_BEHIND = QueuedBehind(2.0)
+
+
 @dataclass(slots=True)
 class Situation:
     """A prompt to place, and what the router knows at that moment.
@@ -57,6 +79,7 @@ class Situation:
         rng: Decides between equally good options.
         trusted: Recent predictions were mostly right.
         evicted_reuse: Probability that an evicted page is wanted again.
+        behind_combined, behind_prefill: The prompts behind a prefill on a worker of either role.
     """
 
     prompt: Prompt
@@ -68,6 +91,8 @@ class Situation:
     rng: Random
     trusted: bool = True
     evicted_reuse: float = 0.25
+    behind_combined: QueuedBehind = ASSUMED_BEHIND
+    behind_prefill: QueuedBehind = ASSUMED_BEHIND
 
     @property
     def most_cached_tokens(self) -> int:
@@ -94,6 +119,7 @@ class Cost(NamedTuple):
     eviction_ms: float
     imbalance_ms: float
     slo_violation_ms: float
+    late_ms: float
 
 
 class Option(NamedTuple):  # six times faster to create than a frozen dataclass

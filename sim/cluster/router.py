@@ -119,11 +119,15 @@ class SimRouter:
             self._rng,
             self.learning.trusted,
             self.learning.evicted_reuse,
+            self.learning.behind_combined(now),
+            self.learning.behind_prefill(now),
         )
         self.learning.prompt(len(request.token_ids), situation.most_cached_tokens)
         if state.measured is None:
             state.measured = self._measure(situation)
         placement = self._policy.place(situation)
+        if not state.refused_by:
+            self.learning.placed(situation, placement)
         state.decode, state.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
         state.placement, state.placed_at = placement, now
         self._loads[state.decode].sequences_started(1)

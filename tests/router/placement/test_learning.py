@@ -37,7 +37,7 @@ def _placement(load: WorkerLoad, tokens: int) -> Placement:
 
 
 def _serve(
-    load: WorkerLoad, actual_ms: Callable[[int], float], count: int = 200, sizes: tuple[int, ...] = (20, 500, 900)
+    load: WorkerLoad, actual_ms: Callable[[int], float], count: int = 200, sizes: tuple[int, ...] = (20, 2000, 6000)
 ) -> None:
     """Serves prompts of these sizes, five a second, and learns from them."""
     learning, rng = Learning(SETTINGS, 2000.0), Random(0)
@@ -51,7 +51,7 @@ def _serve(
 def test_the_worker_factor_and_the_overhead_are_told_apart(factor: float, overhead_ms: float) -> None:
     load, truth = _load(), _load()
     _serve(load, lambda tokens: factor * _placement(truth, tokens).chosen.ttft_ms + overhead_ms)
-    for tokens in (20, 300, 900):
+    for tokens in (20, 1000, 6000):
         actual_ms = factor * _placement(truth, tokens).chosen.ttft_ms + overhead_ms
         assert _placement(load, tokens).chosen.ttft_ms == pytest.approx(actual_ms, rel=0.15, abs=1.0)
     assert load.candidate.ttft_factor == pytest.approx(factor, rel=0.15)
@@ -83,6 +83,13 @@ def test_figures_are_limited() -> None:
     assert load.candidate.ttft_factor == pytest.approx(MAX_FACTOR)
 
 
+def test_short_prompts_that_wait_for_steps_do_not_make_long_ones_look_slow() -> None:
+    load, rng = _load(), Random(2)
+    _serve(load, lambda _: rng.choice([30.0, 90.0, 900.0]), 300, (100, 300, 400))
+    assert load.candidate.ttft_factor < 2.5
+    assert load.candidate.overhead_ms > 30
+
+
 def test_a_worker_without_requests_is_expected_to_be_like_the_others() -> None:
     learning = Learning(SETTINGS, 2000.0)
     busy, idle = _load(learning), _load(learning)
@@ -100,8 +107,8 @@ def test_a_worker_that_was_slow_once_is_forgiven() -> None:
     slow, others = _load(learning), [_load(learning) for _ in range(3)]
     for now in range(120):
         for load in (slow, *others) if now < 20 else others:
-            actual_ms = _placement(_load(), 500).chosen.ttft_ms * (3 if load is slow else 1)
-            learning.first_token(load.errors, _placement(load, 500), actual_ms, now)
+            actual_ms = _placement(_load(), 4000).chosen.ttft_ms * (3 if load is slow else 1)
+            learning.first_token(load.errors, _placement(load, 4000), actual_ms, now)
             load.on_report(pb.Load(), now)
         if now == 20:
             slow.on_report(pb.Load(), now)
@@ -117,8 +124,8 @@ def test_a_prompt_alone_is_predicted_by_those_that_were_alone() -> None:
     def learn(factor: float, now: float, *, alone: bool) -> None:
         load.sequences_started(not alone)
         assert load.candidate.alone is alone
-        actual_ms = factor * _placement(_load(), 500).chosen.ttft_ms
-        learning.first_token(load.errors, _placement(load, 500), actual_ms, now)
+        actual_ms = factor * _placement(_load(), 4000).chosen.ttft_ms
+        learning.first_token(load.errors, _placement(load, 4000), actual_ms, now)
         load.sequences_ended(not alone)
         load.on_report(pb.Load(), now)
 
@@ -133,6 +140,38 @@ def test_a_prompt_alone_is_predicted_by_those_that_were_alone() -> None:
         assert one.candidate.ttft_factor == pytest.approx(1.0, abs=0.1)
     load.sequences_started(1)
     assert load.candidate.ttft_factor > 1.4
+
+
+class TestWhatWaitsBehindAPrefill:
+    """Two combined workers and a prefill worker."""
+
+    def _arrive(self, learning: Learning, count: int, *, queue_ms: float, per_s: float, tokens: int = 500) -> float:
+        """Places prompts on a combined worker, which has a queue; the other workers have none. Returns the time."""
+        names = {"a": pb.ROLE_COMBINED, "b": pb.ROLE_COMBINED, "p": pb.ROLE_PREFILL}
+        a, b, p = (_load(learning, worker_id=name, role=role).candidate for name, role in names.items())
+        now = 0.0
+        for number in range(count):
+            now = 1 + number / per_s
+            a.idle_at = now + queue_ms / 1e3
+            seen = situation(Prompt(tokens, 100), [a, b], [p], now=now)
+            learning.placed(seen, placement_of(seen, SETTINGS, a))
+        return now
+
+    def test_it_is_assumed_before_there_were_prompts(self) -> None:
+        assert Learning(SETTINGS, 2000.0).behind_combined(0.0).number(100.0, 100.0) == SETTINGS.queued_behind
+
+    def test_it_follows_from_arrivals_and_idle_time(self) -> None:
+        learning = Learning(SETTINGS, 2000.0)
+        now = self._arrive(learning, 1000, queue_ms=100.0, per_s=20.0)
+        # 10 prompts a second for each worker, and one of two is busy
+        assert learning.behind_combined(now).number(300.0, 400.0) == pytest.approx(10 * 0.5 / 0.5, rel=0.05)
+        assert learning.behind_prefill(now).number(300.0, 400.0) == SETTINGS.queued_behind
+        assert learning.behind_combined(now + 100).number(300.0, 400.0) == pytest.approx(0.0, abs=0.01)
+
+    def test_prompts_that_are_late_anyway_do_not_count(self) -> None:
+        learning = Learning(SETTINGS, 2000.0)
+        now = self._arrive(learning, 100, queue_ms=3000.0, per_s=20.0)
+        assert learning.behind_combined(now).number(300.0, 400.0) == SETTINGS.queued_behind
 
 
 def test_prompts_that_are_late_anyway_teach_nothing() -> None:

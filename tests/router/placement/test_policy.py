@@ -15,7 +15,7 @@ from cpd.performance.split import SplitShares
 from router.placement.candidate import ASSUMED_WAKE_MS, Candidate
 from router.placement.cost_policy import CostPolicy
 from router.placement.costs import PlacementQuery
-from router.placement.policy import Placement, Prompt, Targets
+from router.placement.policy import Placement, Prompt, QueuedBehind, Targets
 from router.prefix_index.index import Prefixes
 from tests.router.placement.situations import situation
 
@@ -122,6 +122,25 @@ class TestRoute:
         placement = _place(4096, [_worker("d", streams=64, queue_ms=9000)], prefill_workers)
         assert placement.chosen.prefill == "q"
         assert placement.chosen.cost.wait_ms == pytest.approx(3500)
+
+    def test_a_late_prompt_waits_where_it_takes_nobodys_time(self) -> None:
+        combined, prefill_worker = _worker("d", streams=64, queue_ms=2500), _worker("p", queue_ms=9000)
+        placement = _place(8192, [combined], [prefill_worker])
+        assert placement.prefill
+        assert placement.chosen.cost.queued_behind_ms == 0
+        assert placement.chosen.cost.late_ms < -6000
+
+    def test_a_long_prompt_leaves_a_busy_worker_to_the_many_short_ones(self) -> None:
+        def goes_remote(tokens: int, per_ms: float) -> bool:
+            prompt, late = Prompt(tokens, output_tokens=200), _worker("p", queue_ms=4000)
+            seen = situation(prompt, [_worker("d", streams=8)], [late])
+            seen.behind_combined = QueuedBehind(0.0, per_ms)
+            return bool(CostPolicy(PolicySettings()).place(seen).prefill)
+
+        few, many = 0.001, 0.3
+        assert not goes_remote(20_000, few)
+        assert goes_remote(20_000, many)
+        assert not goes_remote(1000, many)
 
     def test_prefill_workers_are_chosen_by_their_own_cache_and_queue(self) -> None:
         prefill_workers = [_worker("busy", queue_ms=400), _worker("warm", queue_ms=30), _worker("idle")]
@@ -432,8 +451,10 @@ def test_a_decision_is_one_of_its_options_and_is_deterministic(
     assert chosen.decode == placement.decode.worker_id
     assert chosen.prefill == (placement.prefill[0].worker_id if placement.prefill else "")
     assert chosen.cost_ms <= min(one.cost_ms for one in placement.options) + max(1.0, 0.1 * chosen.ttft_ms)
-    assert all(one.cost_ms == sum(one.cost) >= one.ttft_ms for one in placement.options)
-    assert all(min(one.cost) >= 0 for one in placement.options)
+    for one in placement.options:
+        assert one.cost_ms == sum(one.cost)
+        assert one.cost_ms >= min(one.ttft_ms, 2000.0)
+    assert all(min(one.cost[:-1]) >= 0 >= one.cost.late_ms for one in placement.options)
     assert all(one.cost_ms > chosen.cost_ms for one in placement.others())
     assert chosen.prefix_source == (placement.prefix_source.worker_id if placement.prefix_source else "")
     assert not (chosen.prefill and chosen.prefix_source)
