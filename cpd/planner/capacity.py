@@ -21,10 +21,14 @@ busier than these. If not all can be in time, the prompts that take longest are 
 Combined workers hold the caches that later turns look for. What requests find because only some workers have it cached
 is proportional to the number of combined workers. With fewer of them, some requests find only what all workers have.
 With more, some find their whole prompt: requests of any length, since nothing tells which ones missed it.
+
+Prompts that are given up are computed late, by a prefill worker if there is one (router/placement/costs.py). If there
+is none, their pages displace others in the caches of combined workers: as large a share of what is found is lost.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +51,9 @@ with 2, predictions agree with simulations (docs/decisions/0038-planner.md)."""
 
 MOST_FOUND = 0.5
 """The largest share of what is computed now that more combined workers might find."""
+
+EQUAL = 0.01
+"""Relative difference of predictions that says nothing."""
 
 MAX_BUSY = 0.98
 """Busier workers count as this busy: waits would be endless."""
@@ -127,6 +134,21 @@ class Prediction:
     streams: float
 
 
+class _Served(NamedTuple):
+    """What is served.
+
+    Attributes:
+        good: Good requests a second. [given up, number]
+        remote: Share that prefill workers compute. [given up, number, demand]
+        local_busy, streams: Of each combined worker; see `Prediction`. [given up, number]
+    """
+
+    good: Floats
+    remote: Floats
+    local_busy: Floats
+    streams: Floats
+
+
 class CapacityModel:
     """Predictions for some demands on a fleet.
 
@@ -165,6 +187,12 @@ class CapacityModel:
         self._longest_first = np.argsort(-self._local_ms[0], kind="stable")
         gain = self._remote_ms / self._local_ms[0]
         self._remote_order = np.lexsort((-self._remote_ms, np.round(gain, 2)))
+        self._displaced_now = 0.0
+        if not current:
+            as_measured = np.concatenate([self._measured, np.zeros(2 * len(self._measured))])
+            rates = self._kept(np.broadcast_to(as_measured, (len(GIVEN_UP), 1, len(demands))))
+            good = self._served(rates, np.zeros(1), np.full(1, float(fleet.count))).good[:, 0]
+            self._displaced_now = GIVEN_UP[int((good >= (1 - EQUAL) * good.max()).argmax())]
 
     def predict(self, prefill_workers: Sequence[int], scale: float = 1.0, workers: int = 0) -> list[Prediction]:
         """Predicts for these numbers of prefill workers, each below that of the workers.
@@ -175,7 +203,28 @@ class CapacityModel:
         """
         numbers = np.array(prefill_workers, dtype=float)
         combined = (workers or self._fleet.count) - numbers
-        rates = self._kept(scale * self._rates(combined))  # [given up, number, demand]
+        rates = self._kept(scale * self._rates(numbers, combined))  # [given up, number, demand]
+        served = self._served(rates, numbers, combined)
+        best = served.good.argmax(axis=0)
+        total = scale * self._measured.sum()
+        found = []
+        for column, number in enumerate(prefill_workers):
+            row = best[column]
+            work = (rates[row, column] * served.remote[row, column] * self._remote_ms).sum() / 1e3
+            found.append(
+                Prediction(
+                    number,
+                    float(served.good[row, column]),
+                    float(served.good[row, column] / total),
+                    float(work / number) if number else 0.0,
+                    float(served.local_busy[row, column]),
+                    float(served.streams[row, column]),
+                )
+            )
+        return found
+
+    def _served(self, rates: Floats, numbers: Floats, combined: Floats) -> _Served:
+        """Serves requests at these rates [given up, number, demand]."""
         # the most work that prefill workers take without being busier than combined ones
         low, high = np.zeros(rates.shape[:2]), np.ones(rates.shape[:2])
         for _ in range(_BALANCE_STEPS):
@@ -186,40 +235,31 @@ class CapacityModel:
         remote = self._remote_share(rates, high * numbers)
         local_busy, streams, decoded = self._combined(rates, remote, combined)
         good = decoded * self._in_time(rates, remote, local_busy, streams, numbers, combined)
-        best = good.argmax(axis=0)
-        total = scale * self._measured.sum()
-        found = []
-        for column, number in enumerate(prefill_workers):
-            row = best[column]
-            work = (rates[row, column] * remote[row, column] * self._remote_ms).sum() / 1e3
-            found.append(
-                Prediction(
-                    number,
-                    float(good[row, column]),
-                    float(good[row, column] / total),
-                    float(work / number) if number else 0.0,
-                    float(local_busy[row, column]),
-                    float(streams[row, column]),
-                )
-            )
-        return found
+        return _Served(good, remote, local_busy, streams)
 
-    def _rates(self, combined: Floats) -> Floats:
-        """Rates of the demands as measured, of those that find less, and of those that find all: [number, demand]."""
-        kept = combined / self._combined_now
+    def _rates(self, numbers: Floats, combined: Floats) -> Floats:
+        """Rates of the demands as measured, of those that find less, and of those that find all.
+
+        The shape is [given up, number, demand].
+        """
+        displaced = np.where(numbers == 0, np.array(GIVEN_UP)[:, None], 0.0)
+        kept = combined / self._combined_now * (1 - displaced) / (1 - self._displaced_now)
         less = np.maximum(1 - kept, 0)
         more = np.clip((kept - 1) * self._found, 0, MOST_FOUND)
-        shares = np.stack([1 - less - more, less, more], 1)
-        result: Floats = (shares[:, :, None] * self._measured).reshape(len(combined), -1)
+        shares = np.stack([1 - less - more, less, more], 2)
+        result: Floats = (shares[..., None] * self._measured).reshape(*kept.shape, -1)
         return result
 
     def _kept(self, rates: Floats) -> Floats:
-        """Rates of what is served if each of GIVEN_UP of the work is given up, the longest prompts first."""
-        work = (rates * self._local_ms[0])[:, self._longest_first]
-        before = np.cumsum(work, axis=1) - work
-        given_up = np.array(GIVEN_UP)[:, None, None] * work.sum(axis=1)[:, None]
-        kept = np.empty((len(GIVEN_UP), *rates.shape))
-        kept[:, :, self._longest_first] = 1 - np.clip((given_up - before) / np.maximum(work, 1e-12), 0, 1)
+        """Rates of what is served if each of GIVEN_UP of the work is given up, the longest prompts first.
+
+        Both shapes are [given up, number, demand].
+        """
+        work = (rates * self._local_ms[0])[..., self._longest_first]
+        before = np.cumsum(work, axis=2) - work
+        given_up = np.array(GIVEN_UP)[:, None, None] * work.sum(axis=2)[..., None]
+        kept = np.empty_like(work)
+        kept[..., self._longest_first] = 1 - np.clip((given_up - before) / np.maximum(work, 1e-12), 0, 1)
         result: Floats = kept * rates
         return result
 

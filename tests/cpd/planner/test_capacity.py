@@ -25,8 +25,17 @@ def test_each_prefill_worker_costs_chats_its_streams() -> None:
 def test_fewer_combined_workers_find_less_in_their_caches() -> None:
     load = [replace(CHATS, rate=300.0, local_tokens=1_000, remote_tokens=remote) for remote in (1_000, 2_000)]
     shared, own = (CapacityModel([one], fleet(), TARGETS).predict([0, 4]) for one in load)
-    assert shared[0] == own[0]
+    assert shared[0].good_per_s == pytest.approx(own[0].good_per_s, rel=1e-4)
     assert own[1].combined_busy > shared[1].combined_busy
+
+
+def test_without_prefill_workers_late_prompts_displace_what_others_look_for() -> None:
+    turns, long = Demand(100.0, 800, 7_000, 8_000, 140), replace(LONG, rate=15.0)
+    model = CapacityModel([turns, long], fleet(), TARGETS)
+    none, one = model.predict([0, 1], 0.5)
+    assert none.good_per_s == pytest.approx(one.good_per_s, rel=0.01)
+    none, one = model.predict([0, 1], 1.35)
+    assert none.good_per_s < 0.9 * one.good_per_s
 
 
 def test_predictions_do_not_depend_on_the_number_with_which_caches_were_measured() -> None:
