@@ -23,7 +23,8 @@ is proportional to the number of combined workers. With fewer of them, some requ
 With more, some find their whole prompt: requests of any length, since nothing tells which ones missed it.
 
 Prompts that are given up are computed late, by a prefill worker if there is one (router/placement/costs.py). If there
-is none, their pages displace others in the caches of combined workers: as large a share of what is found is lost.
+is none, they are in the way of those that look for caches: as large a share of what is found is lost. That is a rule
+which agrees with simulations (docs/decisions/0038-planner.md).
 """
 
 from collections.abc import Sequence
@@ -187,12 +188,12 @@ class CapacityModel:
         self._longest_first = np.argsort(-self._local_ms[0], kind="stable")
         gain = self._remote_ms / self._local_ms[0]
         self._remote_order = np.lexsort((-self._remote_ms, np.round(gain, 2)))
-        self._displaced_now = 0.0
+        self._lost_now = 0.0
         if not current:
             as_measured = np.concatenate([self._measured, np.zeros(2 * len(self._measured))])
             rates = self._kept(np.broadcast_to(as_measured, (len(GIVEN_UP), 1, len(demands))))
             good = self._served(rates, np.zeros(1), np.full(1, float(fleet.count))).good[:, 0]
-            self._displaced_now = GIVEN_UP[int((good >= (1 - EQUAL) * good.max()).argmax())]
+            self._lost_now = GIVEN_UP[int((good >= (1 - EQUAL) * good.max()).argmax())]
 
     def predict(self, prefill_workers: Sequence[int], scale: float = 1.0, workers: int = 0) -> list[Prediction]:
         """Predicts for these numbers of prefill workers, each below that of the workers.
@@ -242,8 +243,8 @@ class CapacityModel:
 
         The shape is [given up, number, demand].
         """
-        displaced = np.where(numbers == 0, np.array(GIVEN_UP)[:, None], 0.0)
-        kept = combined / self._combined_now * (1 - displaced) / (1 - self._displaced_now)
+        lost = np.where(numbers == 0, np.array(GIVEN_UP)[:, None], 0.0)
+        kept = combined / self._combined_now * (1 - lost) / (1 - self._lost_now)
         less = np.maximum(1 - kept, 0)
         more = np.clip((kept - 1) * self._found, 0, MOST_FOUND)
         shares = np.stack([1 - less - more, less, more], 2)

@@ -28,7 +28,8 @@ async def test_pages_come_back_when_the_landing_is_safe(redis_url: str) -> None:
 
 
 async def test_too_many_quarantined_pages_for_too_long_restart_the_worker(redis_url: str) -> None:
-    async with pair(redis_url, decode={"num_pages": 66}, prefill_progress_s=0.5) as p:
+    # a machine that stands still for longer than this makes the worker compute the prompt itself
+    async with pair(redis_url, decode={"num_pages": 66}, prefill_progress_s=3.0) as p:
         p.transfer_gate.clear()
         Unsafe(p.decode)
         answer = await p.submit(make_request("a", prompt(300)), 1)

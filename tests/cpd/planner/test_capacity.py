@@ -29,7 +29,7 @@ def test_fewer_combined_workers_find_less_in_their_caches() -> None:
     assert own[1].combined_busy > shared[1].combined_busy
 
 
-def test_without_prefill_workers_late_prompts_displace_what_others_look_for() -> None:
+def test_without_prefill_workers_late_prompts_are_in_the_way_of_those_that_look_for_caches() -> None:
     turns, long = Demand(100.0, 800, 7_000, 8_000, 140), replace(LONG, rate=15.0)
     model = CapacityModel([turns, long], fleet(), TARGETS)
     none, one = model.predict([0, 1], 0.5)
