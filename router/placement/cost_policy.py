@@ -88,8 +88,7 @@ class CostPolicy:
     def _near_ms(self, ways: Iterable["_Way"], slo_ttft_ms: float) -> float:
         """The highest cost that counts as equal to the lowest one."""
         best = min(ways, key=_cost_ms).option
-        in_time_ms = min(best.ttft_ms, slo_ttft_ms or inf)
-        return best.cost_ms + max(self._settings.near_ms, self._settings.near * in_time_ms)
+        return best.cost_ms + max(self._settings.near_ms, self._settings.near * min(best.ttft_ms, slo_ttft_ms))
 
 
 class _Way(NamedTuple):

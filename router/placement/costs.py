@@ -148,7 +148,7 @@ class PlacementQuery:
 
     def late_ms(self, ttft_ms: float) -> float:
         """How far a time to first token is beyond its target."""
-        return max(0.0, ttft_ms - self.targets.slo_ttft_ms) if self.targets.slo_ttft_ms else 0.0
+        return max(0.0, ttft_ms - self.targets.slo_ttft_ms)
 
     def ttft_violation_ms(self, ttft_ms: float) -> float:
         """The cost of a first token after this time."""
@@ -221,10 +221,8 @@ class PrefillPrediction:
         ttft_ms = self.wait_ms + worker.overhead_ms + self.prefill_ms
         behind = query.behind_prefill.number(self.wait_ms, self.prefill_ms)
         # it may become late only by what the combined worker adds, and then nobody is behind it
-        target_ms = query.targets.slo_ttft_ms
-        self.least_ms = ttft_ms + behind * self.prefill_ms
-        if target_ms:
-            self.least_ms = min(self.least_ms, max(ttft_ms, target_ms) - (1 - LATE_WEIGHT) * query.late_ms(ttft_ms))
+        late_ms = max(ttft_ms, query.targets.slo_ttft_ms) - (1 - LATE_WEIGHT) * query.late_ms(ttft_ms)
+        self.least_ms = min(ttft_ms + behind * self.prefill_ms, late_ms)
 
 
 class DecodePrediction:

@@ -20,7 +20,7 @@ the next such prompt: what was learned under load says little about it, and a ro
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, log, log1p
+from math import exp, log, log1p
 from random import Random
 from typing import Self
 
@@ -303,7 +303,7 @@ class Learning:
         """Learns from a request's first placement how many prompts wait behind a prefill."""
         self._combined_arrivals.found(seen.combined, seen.rng, seen.now)
         self._prefill_arrivals.found(seen.prefill, seen.rng, seen.now)
-        if placement.chosen.ttft_ms <= (self.slo_ttft_ms or inf):  # others go before one that is late
+        if placement.chosen.ttft_ms <= self.slo_ttft_ms:  # others go before one that is late
             (self._prefill_arrivals if placement.chosen.prefill else self._combined_arrivals).add(seen.now)
 
     def behind_combined(self, now: float) -> QueuedBehind:
