@@ -68,8 +68,8 @@ MAX_LOSSES = 4
 """A request that loses more workers than this, for whatever reasons, is given up."""
 
 TOGETHER_S = 0.05
-"""A suspect is sent only to workers that sent something this long after the crash, in seconds. Others may have died
-together with the worker, for example because their machine did."""
+"""A worker that sent something this long after a crash, in seconds, did not die together with the crashed one, as the
+workers of a machine do. Only such a worker gets a suspect, and only its crash tells against one."""
 
 TURN_S = 0.1
 """Pause after which a suspect looks again for a worker without other suspects, in seconds."""
@@ -275,10 +275,10 @@ class Dispatcher:
 
     def _crashed(self, session: WorkerSession) -> None:
         """Makes suspects of a crashed worker's attempts, and convicts the one that was a suspect before if it is the
-        only one."""
+        only one. A request whose two workers, for prefill and for decode, died together has seen one crash."""
         now = self._loop.time()
         present = [one for one in self._attempts.values() if session in (one.session, one.prefill_session)]
-        suspected = {attempt.request for attempt in present if attempt.crashes}
+        suspected = {one.request for one in present if one.crashes and _outlived(session, one)}
         for attempt in present:
             attempt.crashed(session.id, now)
         self._suspects.update(present)
@@ -619,8 +619,7 @@ class Dispatcher:
         if any(one.request is attempt.request for one in running):
             return {session.id for session in self._workers.sessions}
         occupied = {session.id for one in running for session in (one.session, one.prefill_session) if session}
-        heard = attempt.crashed_at + TOGETHER_S
-        return occupied | {session.id for session in self._workers.sessions if session.heard_at < heard}
+        return occupied | {session.id for session in self._workers.sessions if not _outlived(session, attempt)}
 
     def _retry(self, attempt: Attempt, retry_after_s: float) -> None:
         """Places an attempt again, split by choice if it has output."""
@@ -696,6 +695,11 @@ class Dispatcher:
         self._attempts.pop(attempt.id, None)
         self._suspects.discard(attempt)
         attempt.request.attempts.discard(attempt)
+
+
+def _outlived(session: WorkerSession, suspect: Attempt) -> bool:
+    """True if the worker did not die together with the last one that crashed under the suspect."""
+    return session.heard_at >= suspect.crashed_at + TOGETHER_S
 
 
 def _reason(refusal: pb.Refusal) -> str:

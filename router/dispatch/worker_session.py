@@ -153,6 +153,7 @@ class WorkerSession:
         self._next_event: int | None = None
         self._handled = 0
         self._stream: Stream[pb.WorkerMessage] | None = None
+        self._heard_before = 0.0
         self._unknown = UnknownMessages(f"worker {self.id}")
         self._error: ProtocolError | None = None
         self._drained = False
@@ -195,8 +196,8 @@ class WorkerSession:
 
     @property
     def heard_at(self) -> float:
-        """Loop time at which the worker last sent anything; 0 without a session."""
-        return self._stream.heard_at if self._stream is not None else 0.0
+        """Loop time at which the worker last sent anything, in this session or a former one; 0 if it never did."""
+        return self._stream.heard_at if self._stream is not None else self._heard_before
 
     def submit(self, submit: pb.Submit) -> None:
         """Sends a request to the worker."""
@@ -275,7 +276,7 @@ class WorkerSession:
         connected = self.connected
         self.reason, self.state, self.settled = reason, state, True
         self._next_event = None
-        self._stream = None
+        self._heard_before, self._stream = self.heard_at, None
         self._index.forget(self.id)
         if connected:
             try:

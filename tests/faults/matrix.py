@@ -13,15 +13,16 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import httpx
 
 from tests.e2e.client import Answer, client, complete
 from tests.e2e.oracle import Oracle
-from tests.faults.cluster import TELL_S, FaultCluster
+from tests.faults.cluster import TELL_S, FaultCluster, Process
 from tests.faults.points import Action, Point
 
 DEADLINE_S = 45.0
@@ -32,24 +33,25 @@ OTHER_PROMPT_TOKENS = (20, 300, 300)
 
 
 class Subject(Enum):
-    """The part of the cluster that the fault hits. Of the processes, it hits the one that handles the request."""
+    """The part of the cluster that the fault hits. Of the processes, it hits those that handle the request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    BOTH_WORKERS = "both_workers"  # as if they had a machine of their own
     ROUTER = "router"
     REDIS = "redis"
     NETWORK = "network"
 
     @property
     def is_process(self) -> bool:
-        """True for a process with a network namespace of its own."""
-        return self in (Subject.PREFILL, Subject.DECODE, Subject.ROUTER)
+        """True for processes with network namespaces of their own."""
+        return self not in (Subject.REDIS, Subject.NETWORK)
 
 
 class Fault(Enum):
     """What happens to the subject.
 
-               a process or Redis                            the network
+               processes or Redis                            the network
     KILLED     SIGKILL, started again after the request      all links cut for LONG_CUT_S
     STOPPED    SIGSTOP, SIGCONT later                        all links cut for SHORT_CUT_S
     RESTARTED  SIGKILL, at once again on the same address    all links cut and reconnected at once
@@ -175,31 +177,44 @@ async def inject(cluster: FaultCluster, subject: Subject, fault: Fault, handlers
         case Subject.NETWORK:
             return await _inject_into_network(cluster, fault, handlers)
         case Subject.PREFILL:
-            name = handlers.prefill
+            names = [handlers.prefill]
         case Subject.DECODE:
-            name = handlers.decode
+            names = [handlers.decode]
+        case Subject.BOTH_WORKERS:
+            names = [handlers.prefill, handlers.decode]
         case Subject.ROUTER:
-            name = handlers.router
-    process = cluster.processes[name]
+            names = [handlers.router]
+    processes = [cluster.processes[name] for name in names]
     match fault:
         case Fault.KILLED:
-            process.kill()
-            return _calls(process.start)
+            _kill(processes)
+            return _calls(*(process.start for process in processes))
         case Fault.STOPPED:
-            process.signal(signal.SIGSTOP)
-            return _calls(lambda: process.signal(signal.SIGCONT))
+            for process in processes:
+                process.signal(signal.SIGSTOP)
+            return _calls(*(partial(process.signal, signal.SIGCONT) for process in processes))
         case Fault.RESTARTED:
-            process.kill()
-            process.start()
+            _kill(processes)
+            for process in processes:
+                process.start()
             return _calls()
         case Fault.CUT_OFF:
             assert cluster.network is not None
-            network = cluster.network
-            network.disconnect(name)
-            return _calls(lambda: network.reconnect(name))
+            for name in names:
+                cluster.network.disconnect(name)
+            return _calls(*(partial(cluster.network.reconnect, name) for name in names))
         case Fault.SLOW:
-            process.throttle()
-            return _calls(process.unthrottle)
+            for process in processes:
+                process.throttle()
+            return _calls(*(process.unthrottle for process in processes))
+
+
+def _kill(processes: Sequence[Process]) -> None:
+    """Kills processes together, and waits until all are gone."""
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    for process in processes:
+        process.kill()
 
 
 async def _inject_into_redis(cluster: FaultCluster, fault: Fault) -> EndFault:

@@ -35,6 +35,7 @@ IN_EVERY_RUN = [
     (Subject.PREFILL, Fault.KILLED, Phase.DURING_PUSH),
     (Subject.PREFILL, Fault.STOPPED, Phase.DURING_PREFILL),
     (Subject.DECODE, Fault.KILLED, Phase.WHILE_DECODING),
+    (Subject.BOTH_WORKERS, Fault.KILLED, Phase.DURING_PREFILL),
     (Subject.REDIS, Fault.RESTARTED, Phase.BEFORE_RESERVE),
     (Subject.NETWORK, Fault.CUT_OFF, Phase.DURING_PUSH),
 ]

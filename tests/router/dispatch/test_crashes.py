@@ -203,6 +203,9 @@ class TestConviction:
         assert decode.submits[0].prefill_candidates
         await prefill.kill()
         await eventually(lambda: _is_away(router, "prefill-0"))
+        await asyncio.sleep(dispatcher.TOGETHER_S)
+        decode.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=3)))
+        await eventually(lambda: _runs_there(router, decode, 3))
         await decode.kill()
         assert (await call).json()["error"]["code"] == "request_crashes_workers"
 
@@ -296,6 +299,21 @@ class TestInnocence:
         await _answered(call)
         assert second.submits == []
 
+    async def test_workers_for_prefill_and_decode_that_die_together_do_not_convict(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stream, "TICK_S", 60.0)
+        prefill = await start_worker(worker_id="prefill-0", kind="prefill")
+        decode = await start_worker()
+        router = await start_router(decode, prefill, long_prefill_tokens=0)
+        call = _ask(router, HARMLESS)
+        await eventually(lambda: _runs(decode, 1))
+        await prefill.kill()
+        await eventually(lambda: _is_away(router, "prefill-0"))
+        await decode.kill()
+        await router.knows(await start_worker(says(REPLY), worker_id="later"))
+        await _answered(call)
+
 
 class TestConvictions:
     def test_a_request_is_remembered_for_a_while(self) -> None:
@@ -317,6 +335,12 @@ class TestConvictions:
 
 async def _is(condition: Callable[[], bool]) -> bool:
     return condition()
+
+
+async def _runs_there(router: Router, worker: FakeWorker, running: int) -> bool:
+    """True if the router has the worker's report of that many running requests."""
+    known = await router.worker(worker.id)
+    return known is not None and known["load"]["running"] == running
 
 
 async def _is_away(router: Router, worker_id: str) -> bool:
