@@ -17,7 +17,7 @@ class PolicySettings(BaseModel):
         "`router.placement.policy.PlacementPolicy` of these settings.",
     )
     gap_weight: float = Field(
-        0.1,
+        0.5,
         ge=0,
         le=1e3,
         description="Delay of the first token that is as bad as 1 ms of delay between later tokens of any stream. Less "

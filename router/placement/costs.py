@@ -18,10 +18,10 @@ an option is the delay to this user plus the delay to all others:
             + slo_violation_ms      of this user's TTFT, and of every stream's gaps; see `_violation`
             + late_ms               (late_weight - 1) · what the TTFT is beyond its target
 
-The four terms from `first_gap_ms` to `stall_ms` are delays of later tokens. They count `gap_weight` times, which is 1
-unless set. `requests` are the sequences that the combined worker has already, `decodes` those of them that decode,
-`horizon` is the setting `horizon_tokens` or the request's limit, `evicted_reuse` is learned, and `excess` counts the
-requests beyond `balanced_share` of the worker's share. `cpd/common/policy_settings.py` describes the settings.
+The four terms from `first_gap_ms` to `stall_ms` are delays of later tokens. They count `gap_weight` times. `requests`
+are the sequences that the combined worker has already, `decodes` those of them that decode, `horizon` is the setting
+`horizon_tokens` or the request's limit, `evicted_reuse` is learned, and `excess` counts the requests beyond
+`balanced_share` of the worker's share. `cpd/common/policy_settings.py` describes the settings.
 
 `behind` is the number of prompts that wait while this one is computed (`policy.QueuedBehind`). A worker is modelled as
 a queue with one server, where a customer that waits for w and takes x delays all others together by
