@@ -156,6 +156,8 @@ def bench_steps(shape: Shape, repeat: int) -> None:
     for case in STEPS[shape]:
         batch, rows = make_batch(case, num_pages)
         x = torch.randn(batch.num_tokens, shape.hidden).to(DTYPE)
+        for ops in back_ends:
+            ops.prepare(batch)
         fallback, kernels = (partial(_step, run, x, batch, kv, rows) for run in runs)
         report(case.name, fallback, kernels, repeat)
 

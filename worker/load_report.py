@@ -1,7 +1,7 @@
 """Sends load reports to the routers.
 
-Most fields come from the engine (`load_from_stats`), the rest from `add_load` of `decode_worker/service.py` and
-`prefill_worker/service.py`.
+Most fields come from the engine (`load_from_stats`), the others from each `add_load` that `WorkerService.add_load`
+calls: requests of `decode_worker/service.py` and `prefill_worker/service.py`, pages sent of `page_sender.py`.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""Decides where prefills run while there are decodes: in the decodes' batch or on the prefill lane. Has no state.
+"""Decides where prefills run while there are decodes, in the decodes' batch or on the prefill lane, and how large their
+chunks may be. Has no state.
 
 Workers follow this policy, and routers use it to predict the workers.
 
@@ -176,9 +177,11 @@ class Colocation:
         """
         if not prompts.tokens:
             return 0.0
-        budget, split = self.prefill_budget(decodes, None, slowdown, queued=prompts.seqs > 1)
-        before = max(0, prompts.pairs // prompts.tokens - prompts.tokens // (2 * prompts.seqs))  # mean of the prompts
-        largest = budget.lane_chunk or budget.mixed.chunk(decodes, prompts.tokens, before)
+        largest, split = self.max_tokens, None
+        if decodes.tokens:
+            budget, split = self.prefill_budget(decodes, None, slowdown, queued=prompts.seqs > 1)
+            before = max(0, prompts.pairs // prompts.tokens - prompts.tokens // (2 * prompts.seqs))  # mean of them
+            largest = budget.lane_chunk or budget.mixed.chunk(decodes, prompts.tokens, before)
         chunks = max(1.0, prompts.tokens / max(largest, 1))
         seqs = max(1, round(prompts.seqs / chunks))
         chunk = Work(
@@ -187,7 +190,7 @@ class Colocation:
             context=round(seqs * prompts.pairs / prompts.tokens),  # mean over the chunks of a prompt
             pairs=round(prompts.pairs / chunks),
         )
-        if budget.lane_chunk and split is not None:
+        if split is not None:
             ends = min(chunks, prompts.seqs)  # each prompt's end is noticed half a step later, on average
             waits_ms = ends * self.model.step_ms(decodes, split.decode, chunk) / 2
             return chunks * self.model.step_ms(chunk, split.prefill, decodes) + waits_ms

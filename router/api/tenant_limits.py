@@ -6,6 +6,8 @@ calls and tokens. Memory for bodies is each router's own, so that limit is not d
 A tenant's tokens are a bucket that holds those of a minute and fills evenly. A call is admitted if there are any. The
 tokens of its prompts are taken when it goes to a worker, those of its output at its end. So the bucket may owe some;
 calls are refused until it has filled again.
+
+A call is admitted before its body is read (`gate.py`). `completions.py` knows the length of its prompts and charges it.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Prometheus metrics of the workers, from their load reports; docs/metrics.md describes them.
 
-Workers fill their reports in `worker/load_report.py` and in `add_load` of their `service.py`.
+Workers fill their reports in `worker/load_report.py` and in the `add_load` of their services and of `SourcePool`
+(`worker/page_sender.py`), which counts the KV pages it sends.
 `router/request_metrics.py` has the metrics of requests.
 """
 

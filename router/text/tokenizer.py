@@ -46,7 +46,7 @@ class Tokenizer:
         threads: Those of another tokenizer, to share them; None for its own.
 
     Attributes:
-        backend: The tokenizers library's object. Only this module, `Vocabulary` and `cut_pattern` use it.
+        backend: The tokenizers library's object. Only this module, `Vocabulary`, `cut_pattern` and `find_cuts` use it.
         vocabulary: Converts tokens back to text.
         threads: Do the work on long texts.
     """

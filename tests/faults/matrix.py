@@ -5,8 +5,10 @@ router serves other requests. Then the cell ends the fault and checks that every
 
 To add a fault, add a value to `Fault` and say in `inject`, `_inject_into_redis` and `_inject_into_network` how it
 begins and how it ends; mypy reports a missing case, and the tests run it for each `Subject` in each `Phase`, and
-for each `Side` and `FetchPhase` of `fetch_matrix.py`, and for each `MoveSide` and `MovePhase` of `move_matrix.py`. To
-add a phase, add a value to `Phase` and to `_HOLD_AT`, if necessary with a new injection point in `points.py`.
+for each `Side` and `FetchPhase` of `fetch_matrix.py`, and for each `MoveSide` and `MovePhase` of `move_matrix.py`.
+`displacement_matrix.py` has its own list of faults, `FAULTS`, for models that displace each other.
+
+To add a phase, add a value to `Phase` and to `_HOLD_AT`, if necessary with a new injection point in `points.py`.
 """
 
 import asyncio

@@ -19,8 +19,8 @@ constexpr int kKernelRows = 6;
 constexpr int64_t kColumns = 64;                      // columns of a piece of work
 constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
-constexpr int64_t kFewRows = 32, kLongPiecesPerThread = 4;  // of few rows: memory is read fastest in long streams
-constexpr int64_t kBlockBytes = 4096;                       // what the tiles of few rows use of a panel in turn
+constexpr int64_t kFewRows = 8, kLongPiecesPerThread = 4;  // of few rows: memory is read fastest in long streams
+constexpr int64_t kBlockBytes = 4096;                      // what the tiles of few rows use of a panel in turn
 
 // sums += left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors vectors
 // of the panel's columns. Rows of sums are kPanel floats apart.
@@ -101,7 +101,8 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
 // x: [rows, k], and `quantized` the same by `quantize_rows` if the weight is quantised; then x is not read.
 //
 // Rows are computed in tiles, whose sums fill the registers. With few rows, memory is the limit: tiles take turns on a
-// block of the panel that stays in the first-level cache.
+// block of the panel that stays in the first-level cache. With more, computing is, and each block would cost loads and
+// stores of all sums.
 template <typename T>
 CPD_INLINE void linear_piece(const T* x, const uint32_t* quantized, int64_t begin, int64_t end, int64_t k,
                              const Weight& weight, int64_t n, const T* bias, int64_t first, int64_t last, T* y) {
