@@ -143,7 +143,8 @@ class TestQuarantine:
             await p.balanced()
 
     async def test_if_they_do_not_come_back_the_process_restarts(self, redis_url: str) -> None:
-        async with pair.pair(redis_url, prefill_progress_s=0.5, **SHARED) as p:
+        # a machine that stands still for longer than this makes the worker compute the prompt itself
+        async with pair.pair(redis_url, prefill_progress_s=3.0, **SHARED) as p:
             p.transfer_gate.clear()
             Unsafe(p.decode)
             answer = await p.submit(make_request("a", prompt(300)), 1)
