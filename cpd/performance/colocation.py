@@ -177,7 +177,7 @@ class Colocation:
         """
         if not prompts.tokens:
             return 0.0
-        largest, split = self.max_tokens, None
+        largest, split = self.max_tokens, None  # if nothing decodes
         if decodes.tokens:
             budget, split = self.prefill_budget(decodes, None, slowdown, queued=prompts.seqs > 1)
             before = max(0, prompts.pairs // prompts.tokens - prompts.tokens // (2 * prompts.seqs))  # mean of them
