@@ -52,6 +52,11 @@ class Pair:
         assert isinstance(service, DecodeService)
         return service
 
+    async def waits_for_pages(self, answer: Answer) -> None:
+        """Waits until the only remote prefill has its first tokens, and then a landing, which may come later."""
+        await eventually_started(answer)
+        await eventually(lambda: self.states() == [RemotePrefillState.LANDED])
+
     async def balanced(self) -> None:
         await self.router.balanced()
         await self.prefill_view.balanced()

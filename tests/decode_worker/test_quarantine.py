@@ -13,7 +13,7 @@ async def test_pages_come_back_when_the_landing_is_safe(redis_url: str) -> None:
         p.transfer_gate.clear()
         unsafe = Unsafe(p.decode)
         answer = await p.submit(make_request("a", prompt(300)), 1)
-        await eventually(lambda: answer.started)
+        await p.waits_for_pages(answer)
         await p.router.abort(1)
         await eventually(lambda: p.router.load.quarantined_pages == 19)
         await p.prefill_view.balanced()
@@ -33,7 +33,7 @@ async def test_too_many_quarantined_pages_for_too_long_restart_the_worker(redis_
         p.transfer_gate.clear()
         Unsafe(p.decode)
         answer = await p.submit(make_request("a", prompt(300)), 1)
-        await eventually(lambda: answer.started)
+        await p.waits_for_pages(answer)
         await p.router.abort(1)
         assert await p.decode.task == EXIT_RESTART
 
@@ -43,7 +43,7 @@ async def test_a_short_quarantine_does_not_restart_the_worker(redis_url: str) ->
         p.transfer_gate.clear()
         unsafe = Unsafe(p.decode)
         answer = await p.submit(make_request("a", prompt(300)), 1)
-        await eventually(lambda: answer.started)
+        await p.waits_for_pages(answer)
         await p.router.abort(1)
         await eventually(lambda: p.restarts_soon)
         unsafe.gone.set()

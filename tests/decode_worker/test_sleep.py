@@ -129,7 +129,7 @@ class TestQuarantine:
             unsafe = Unsafe(p.decode)
             request = make_request("a", prompt(300), max_tokens=20)
             answer = await p.submit(request, 1)
-            await pair.eventually_started(answer)
+            await p.waits_for_pages(answer)
             sleep = await falls_asleep(p.decode)
             await eventually(lambda: p.router.load.quarantined_pages > 0)
             assert not sleep.done()
@@ -148,7 +148,7 @@ class TestQuarantine:
             p.transfer_gate.clear()
             Unsafe(p.decode)
             answer = await p.submit(make_request("a", prompt(300)), 1)
-            await pair.eventually_started(answer)
+            await p.waits_for_pages(answer)
             sleep = await falls_asleep(p.decode)
             with pytest.raises(ResidencyError, match="pages were not free"):
                 await sleep
