@@ -404,7 +404,7 @@ class Engine:
             in_use = self.in_flight.split
             busy = in_use.shares if in_use else None
             budget, chosen = self.colocation.prefill_budget(
-                plan.work, busy, self.times.slowdown_p90, queued=self.scheduler.num_waiting > 1
+                plan.work, busy, self.times.slowdown_p90, waiting=max(0, self.scheduler.num_waiting - 1)
             )
             if lane_plan := self.scheduler.schedule_prefills(plan, budget, now):
                 assert chosen is not None
@@ -436,7 +436,7 @@ class Engine:
             return
         decodes, _ = self.scheduler.running_work()
         budget, chosen = self.colocation.prefill_budget(
-            decodes, None, self.times.slowdown_p90, queued=self.scheduler.num_waiting > 0
+            decodes, None, self.times.slowdown_p90, waiting=self.scheduler.num_waiting
         )
         if chosen == split.shares:
             plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, decodes, budget)

@@ -69,12 +69,15 @@ class InFlight:
         main: Steps on the full lane or a decode lane, oldest first: two while steps overlap.
         prefill: Steps on a prefill lane, oldest first: two while a chunk is queued.
         split: The split in use; None while the prefill lane is idle.
+        before_wait: Called before this thread waits for the device: before it launches a step on the main lane, which
+            some lanes compute meanwhile, and before it collects one.
     """
 
     def __init__(self, full: Lane, pool: BlockPool, table: SequenceTable, build: BuildBatch) -> None:
         self.main: deque[InFlightStep] = deque()
         self.prefill: deque[InFlightStep] = deque()
         self.split: Split | None = None
+        self.before_wait: Callable[[], None] = lambda: None
         self._full = full
         self._pool = pool
         self._table = table
@@ -103,8 +106,9 @@ class InFlight:
 
     def launch(self, plan: Plan, work: Work, predicted_ms: float) -> None:
         """Starts a step on the main lane."""
-        lane = self.main_lane
-        lane.launch(self._build(plan, self._table))
+        lane, batch = self.main_lane, self._build(plan, self._table)
+        self.before_wait()
+        lane.launch(batch)
         self.main.append(InFlightStep(lane, "decode" if self.split else "full", plan, work, predicted_ms))
 
     def launch_prefill(self, split: Split, plan: Plan, on_done: Callable[[], None]) -> None:
@@ -139,6 +143,7 @@ class InFlight:
         return [page for step in (*self.main, *self.prefill) for page in step.pages]
 
     def _collect(self, steps: deque[InFlightStep]) -> tuple[InFlightStep, StepResult]:
+        self.before_wait()
         result = steps[0].lane.collect()
         step = steps.popleft()
         self._pool.release(step.pages)

@@ -13,6 +13,9 @@ from cpd.common.blocks import Tier
 from cpd.grammar.constraint import TokenConstraint
 from cpd.grammar.grammar import Grammar
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this choose the most likely token: dividing by them would overflow."""
+
 _GRACE = 32
 """Number of tokens after a thinking budget among which reasoning ends: a grammar does not let it end within a
 character."""
@@ -72,6 +75,7 @@ class SamplingParams:
         stop_token_ids: A choice ends with one of these, which is emitted.
         grammar: What the output must follow; None for nothing. `Request.constraint` enforces it.
         thinking_budget: Limit on the reasoning; None for no other than `max_tokens`.
+        takes_most_likely: True if sampling takes the most likely token of unchanged logits, and reports no logprobs.
     """
 
     temperature: float = 1.0
@@ -89,6 +93,13 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     thinking_budget: ThinkingBudget | None = None
+    takes_most_likely: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        changes = penalties or self.logit_bias or self.min_tokens or self.grammar or self.thinking_budget
+        plain = self.temperature < GREEDY_BELOW and self.top_logprobs is None and not changes
+        object.__setattr__(self, "takes_most_likely", plain)  # the class is frozen
 
     def looks_back(self, num_output: int) -> bool:
         """True if sampling itself, not only the model, depends on the `num_output` tokens of output before."""

@@ -204,6 +204,10 @@ class AsyncEngine(ABC):
     def _flush(self) -> None:
         """Hands `_deliveries` to the event loop and empties the list."""
 
+    def _hands_over_later(self, engine: Engine) -> bool:
+        """True if the results of a pass are handed over in the next one."""
+        return False
+
     def _run_commands(self, engine: Engine) -> None:
         """Begins a pass."""
         self._checked = False
@@ -218,7 +222,8 @@ class AsyncEngine(ABC):
             self._polled_version = version
             self._polls = [poll for poll in self._polls if not poll.attempt(engine)]
         self._report(engine, output)
-        self._flush()
+        if not self._hands_over_later(engine):
+            self._flush()
         if now - self._stats_at >= STATS_INTERVAL_S or not engine.has_work:
             self._stats_at = now
             self._tell_stats(engine, now)
@@ -346,6 +351,7 @@ class EngineThread(AsyncEngine):
             self._end()
             return
         engine.set_work_callback(self._wake)
+        engine.in_flight.before_wait = self._flush
         self._send(lambda: _set(self._started, engine))
         try:
             while self._wait_for_work(engine):
@@ -353,6 +359,7 @@ class EngineThread(AsyncEngine):
         except BaseException as error:
             log.critical("the engine failed", exc_info=True)
             failure = error
+            self._flush()
             self._send(lambda: self._on_failure(failure))
         finally:
             self._end()
@@ -380,12 +387,12 @@ class EngineThread(AsyncEngine):
         self._passes += 1
         self.pass_number = self._passes
         self._run_commands(engine)
-        output = None
-        if engine.has_work:
-            self._flush()
-            output = engine.step(time.monotonic())
+        output = engine.step(time.monotonic()) if engine.has_work else None
         self._end_pass(engine, output, time.monotonic())
         self.pass_number = 0
+
+    def _hands_over_later(self, engine: Engine) -> bool:
+        return engine.has_work  # and will flush before it waits for the device
 
     def _flush(self) -> None:
         if self._deliveries:

@@ -9,7 +9,8 @@ Workers follow this policy, and routers use it to predict the workers.
             step while the prefill lane runs. A longer prompt goes to the prefill lane, unless
             - that saves too few streams a stall, or
             - no split is within the target, and chunks in the decodes' batch make shorter gaps, or
-            - other prompts wait, and chunks in the decodes' batch, within the target, compute them faster
+            - other prompts wait, and chunks in the decodes' batch, within the target, compute them so much faster that
+              this saves the prompts more time than it costs the streams
 
 If nothing decodes, prompts run on the whole device.
 
@@ -144,7 +145,7 @@ class Colocation:
         self._itl_ms = ITL_MARGIN * itl_ms
 
     def prefill_budget(
-        self, decodes: Work, busy: SplitShares | None, slowdown: float = 1.0, queued: bool = False
+        self, decodes: Work, busy: SplitShares | None, slowdown: float = 1.0, waiting: int = 0
     ) -> tuple[PrefillBudget, SplitShares | None]:
         """Returns how much may be prefilled now, and the split to use if the prefill lane gets a chunk.
 
@@ -152,7 +153,7 @@ class Colocation:
             decodes: Decodes of the step.
             busy: The split whose prefill lane is computing.
             slowdown: Factor of the model's step times.
-            queued: True if other prompts wait for this one.
+            waiting: Number of other prompts that wait for this one.
         """
         itl_ms = self._itl_ms / slowdown
         if self.mode == "mixed" or not (busy or decodes.tokens):
@@ -161,7 +162,7 @@ class Colocation:
         if busy is not None:
             return PrefillBudget(self._mixed_limit(decodes, busy, prefill, itl_ms)), None
         split = self._choose_split(decodes, prefill, itl_ms)
-        if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill, itl_ms, queued):
+        if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill, itl_ms, waiting):
             return self._whole_device(decodes, itl_ms), None
         budget = PrefillBudget(
             mixed=self._mixed_limit(decodes, split, None, itl_ms),
@@ -179,7 +180,7 @@ class Colocation:
             return 0.0
         largest, split = self.max_tokens, None  # if nothing decodes
         if decodes.tokens:
-            budget, split = self.prefill_budget(decodes, None, slowdown, queued=prompts.seqs > 1)
+            budget, split = self.prefill_budget(decodes, None, slowdown, waiting=prompts.seqs - 1)
             before = max(0, prompts.pairs // prompts.tokens - prompts.tokens // (2 * prompts.seqs))  # mean of them
             largest = budget.lane_chunk or budget.mixed.chunk(decodes, prompts.tokens, before)
         chunks = max(1.0, prompts.tokens / max(largest, 1))
@@ -219,7 +220,7 @@ class Colocation:
         on_target = model.step_ms(decodes, split.decode, prefill) <= itl_ms
         return split if on_target else within(MAX_DECODE_SLOWDOWN * model.step_ms(decodes))
 
-    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work, itl_ms: float, queued: bool) -> bool:
+    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work, itl_ms: float, waiting: int) -> bool:
         model = self.model
         gap_ms = model.step_ms(decodes, split.decode, prefill)
         lane_ms = model.step_ms(prefill, split.prefill, decodes)
@@ -227,8 +228,14 @@ class Colocation:
         chunk_gap_ms = model.step_ms(decodes + chunk)
         if gap_ms > itl_ms > 0 and gap_ms > chunk_gap_ms:
             return False
-        if queued and chunk_gap_ms <= itl_ms and chunk.tokens * lane_ms >= prefill.tokens * chunk_gap_ms:
-            return False
+        if waiting and chunk_gap_ms <= itl_ms:
+            # For each token of the prompts: its time, and by how much more a chunk's token delays a stream.
+            alone_ms, chunk_tokens = model.step_ms(decodes), max(1, chunk.tokens)
+            slowed = 1 - alone_ms / gap_ms if gap_ms else 0.0
+            on_lane_ms, in_chunks_ms = lane_ms / prefill.tokens, chunk_gap_ms / chunk_tokens
+            delay_ms = (chunk_gap_ms - alone_ms) / chunk_tokens - on_lane_ms * slowed
+            if (1 + waiting) * (on_lane_ms - in_chunks_ms) >= decodes.seqs * max(0.0, delay_ms):
+                return False
         together_ms = model.step_ms(decodes + prefill)
         return decodes.seqs * together_ms >= STALL_WEIGHT * (lane_ms - together_ms)
 

@@ -38,13 +38,14 @@ class ModelStep:
             previous: Tokens that the previous step chose, one per sample, int64, on the device. Needed if the batch has
                 `token_sources`.
         """
-        rows = np.fromiter((sample.row for sample in batch.samples), np.int32, len(batch.samples))
-        unique, choice_rows = np.unique(rows, return_inverse=True)  # choices of one prompt may share its row
-        logits = self.logits(batch, unique, previous)
+        rows = [sample.row for sample in batch.samples]
+        unique = sorted(set(rows))
+        logits = self.logits(batch, np.array(unique, np.int32), previous)
         if logits is None:
             return None
-        if len(unique) != len(rows) or not np.array_equal(unique, rows):
-            logits = self.take_rows(logits, choice_rows.astype(np.int32))
+        if unique != rows:  # choices of one prompt share its row
+            index = {row: i for i, row in enumerate(unique)}
+            logits = self.take_rows(logits, np.array([index[row] for row in rows], np.int32))
         return self.sampler.choose(logits, batch.samples)
 
     def logits(self, batch: Batch, rows: IntArray, previous: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.nn.functional as F
 
 from cpd.common.errors import CheckpointError
 from engine.model.config import ExpertsConfig, ModelConfig, Quantization
@@ -258,7 +257,7 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Looks up embeddings: [T] -> [T, H]"""
-        return F.embedding(token_ids, self._embedding)
+        return self._embedding.index_select(0, token_ids)
 
     def layer_by_layer(self) -> LayerByLayer:
         """Returns the layers' operations with this decoder's ops."""

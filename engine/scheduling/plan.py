@@ -89,10 +89,10 @@ def build_batch(plan: Plan, table: SequenceTable) -> Batch:
     """Builds the arrays of a step. Samples are in the order of chunks, then of choices, then of positions."""
     chunks = plan.chunks
     size = len(chunks)
-    rows = np.fromiter((chunk.seq.row for chunk in chunks), np.int32, size)
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, size)
+    rows = np.array([chunk.seq.row for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
     if plan.prefills:
-        counts = np.fromiter((chunk.num_tokens for chunk in chunks), np.int32, size)
+        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
         query_start = np.zeros(size + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)

@@ -234,6 +234,42 @@ async def test_results_of_commands_do_not_wait_for_the_step() -> None:
         await eventually(lambda: len(b.outputs) == 1)
 
 
+async def test_tokens_of_a_step_do_not_wait_for_the_next_one() -> None:
+    may_step, begun = threading.Semaphore(2), threading.Semaphore(0)
+
+    class HeldRunner(FakeRunner):
+        def begin(self, batch: Batch) -> FakeStep:
+            begun.release()
+            assert may_step.acquire(timeout=20)
+            return super().begin(batch)
+
+    async with running(engine_of(HeldRunner(64))) as b:
+        await b.thread.call(lambda engine: engine.add(make_request("a", prompt(20), max_tokens=3)))
+        for _ in range(3):
+            await asyncio.to_thread(begun.acquire, timeout=20)
+        await eventually(lambda: len(b.outputs) == 2)
+        may_step.release()
+        await eventually(lambda: len(b.outputs) == 3)
+
+
+async def test_tokens_of_the_steps_before_a_failing_one_arrive_first() -> None:
+    order: list[str] = []
+
+    class FailsLater(FakeRunner):
+        def begin(self, batch: Batch) -> FakeStep:
+            if not batch.num_decodes:
+                return super().begin(batch)
+            raise RuntimeError("device lost")
+
+    thread = EngineThread(lambda: engine_of(FailsLater(64)), on_failure=lambda error: order.append("failure"))
+    thread.attach(lambda engine, output: None, lambda update: order.append("tokens") if update.output else None)
+    await thread.start()
+    await thread.call(lambda engine: engine.add(make_request("a", prompt(20), max_tokens=3)))
+    await eventually(lambda: "failure" in order)
+    await thread.close()
+    assert order == ["tokens", "failure"]
+
+
 async def test_events_are_numbered_without_gaps_and_follow_the_snapshot() -> None:
     engine, _ = make_engine(num_pages=24)
     async with running(engine) as b:

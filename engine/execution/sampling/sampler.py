@@ -33,10 +33,7 @@ from engine.batch import Sampled, SampleRow
 from engine.ops.base import Ops
 from engine.ops.buffers import upload
 from engine.ops.torch_ops import TorchOps
-from engine.types import SamplingParams, TokenLogprobs
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this choose the most likely token: dividing by them would overflow."""
+from engine.types import GREEDY_BELOW, SamplingParams, TokenLogprobs
 
 FEW_LOGITS = 1 << 20
 """On a CPU, fewer logits than this are sampled on one thread."""
@@ -115,6 +112,8 @@ class Sampler:
             logits: Output of the model in any floating type; float32 is overwritten. [R, V]
             rows: How to choose each token; at least one row. [R]
         """
+        if all(row.params.takes_most_likely and row.constraint is None for row in rows):
+            return ChosenTokens(self._ops.top_k(logits, 1)[1].flatten())
         if logits.device.type == "cpu" and logits.numel() < FEW_LOGITS:
             with _one_thread():
                 return self._choose(logits, rows)

@@ -148,8 +148,8 @@ def test_a_device_that_cannot_be_split_is_mixed() -> None:
 @pytest.mark.parametrize("itl_ms", [0.0, 50.0])
 def test_an_instant_device_has_a_budget(mode: Mode, itl_ms: float) -> None:
     rule = Colocation(PerfModel(Profile.load("instant")), mode=mode, splits=[SplitShares(0.5, 0.5)], itl_ms=itl_ms)
-    for queued in (False, True):
-        budget, _ = rule.prefill_budget(DECODES, None, queued=queued)
+    for waiting in (0, 1):
+        budget, _ = rule.prefill_budget(DECODES, None, waiting=waiting)
         assert budget.mixed.fits(DECODES, Work.prefill(1)) or budget.lane_chunk > 0
     estimate = PrefillEstimator(rule, DECODES).estimate(5000, 64)
     assert (estimate.ms, estimate.gap_ms, estimate.delay_ms) == (0, 0, 0)
@@ -197,7 +197,7 @@ class TestTarget:
     def test_if_prompts_wait_chunks_in_the_decodes_batch_are_used_where_they_compute_faster(self) -> None:
         rule = self.rule(itl_ms=100, token_ms=0.1)  # whole device: 700 tokens in 100 ms; half of it: 260 ms for 1,000
         assert rule.prefill_budget(DECODES, None)[1] == self.SPLITS[0]
-        budget, split = rule.prefill_budget(DECODES, None, queued=True)
+        budget, split = rule.prefill_budget(DECODES, None, waiting=1)
         assert split is None
         assert budget.chunked
         step_ms = rule.model.step_ms(DECODES + Work.prefill(budget.mixed.chunk(DECODES, 1000, 0)))
@@ -208,7 +208,22 @@ class TestTarget:
         shares = tuple(ShareProfile(share=share, decode=cost, prefill=cost) for share in (0.5, 1.0))
         profile = Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=shares)
         rule = Colocation(PerfModel(profile), mode="auto", splits=self.SPLITS[:1], itl_ms=50)
-        assert rule.prefill_budget(DECODES, None, queued=True)[1] == self.SPLITS[0]
+        assert rule.prefill_budget(DECODES, None, waiting=1)[1] == self.SPLITS[0]
+
+    def test_if_prompts_wait_the_lane_is_used_where_chunks_cost_the_streams_more_than_they_save(self) -> None:
+        decode = StepCost(tokens=(1, 1001), tokens_ms=(30, 130))  # as fast on any share
+
+        def prefill(share: float) -> StepCost:
+            return StepCost(tokens=(1, 1001), tokens_ms=(30 / share, 130 / share))
+
+        shares = tuple(ShareProfile(share=share, decode=decode, prefill=prefill(share)) for share in (0.5, 1.0))
+        profile = Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=shares)
+        rule = Colocation(PerfModel(profile), mode="auto", splits=self.SPLITS[:1], itl_ms=100 / ITL_MARGIN)
+        on_lane_ms = rule.model.step_ms(Work.prefill(rule.max_tokens), 0.5) / rule.max_tokens
+        saved_ms = on_lane_ms - 100 / 700  # of a prompt's token, in chunks of 700; each stream loses 70 ms with one
+        waiting = [rule.prefill_budget(DECODES, None, waiting=count)[1] is None for count in range(20)]
+        assert waiting.index(True) == pytest.approx(DECODES.seqs * 0.1 / saved_ms - 1, abs=1)
+        assert all(waiting[waiting.index(True) :])
 
     def test_in_mode_lanes_decodes_take_up_to_twice_as_long_if_no_split_is_within_it(self) -> None:
         assert self.rule(itl_ms=38, token_ms=0.01, mode="lanes").prefill_budget(DECODES, None)[1] == self.SPLITS[0]
