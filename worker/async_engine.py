@@ -8,8 +8,9 @@ commands and work there are no passes. Who runs what:
     steps while there is work                       gets the results of a pass, in order: command results before the
     runs `after_pass` and retries polls               step; then `after_pass`'s deliveries, the Update, the stats
 
-Each pass wakes the event loop at most three times, however many requests there are, and not at all while an earlier
-wake-up is still pending.
+Results are handed over when the engine is about to wait for the device, which may be in the next pass: meanwhile the
+event loop has the interpreter. Each pass wakes the event loop at most three times, however many requests there are,
+and not at all while an earlier wake-up is still pending.
 
 An exception in a step, `after_pass` or a posted command means that the engine can no longer be trusted: it is logged,
 `on_failure` is called, and later calls raise EngineDiedError. An exception in a `call` or `poll` goes to its caller.

@@ -231,7 +231,7 @@ class Colocation:
         if waiting and chunk_gap_ms <= itl_ms:
             # For each token of the prompts: its time, and by how much more a chunk's token delays a stream.
             alone_ms, chunk_tokens = model.step_ms(decodes), max(1, chunk.tokens)
-            slowed = 1 - alone_ms / gap_ms if gap_ms else 0.0
+            slowed = max(0.0, 1 - alone_ms / gap_ms) if gap_ms else 0.0
             on_lane_ms, in_chunks_ms = lane_ms / prefill.tokens, chunk_gap_ms / chunk_tokens
             delay_ms = (chunk_gap_ms - alone_ms) / chunk_tokens - on_lane_ms * slowed
             if (1 + waiting) * (on_lane_ms - in_chunks_ms) >= decodes.seqs * max(0.0, delay_ms):
