@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-LOADS = ("words 100 1000", "streams 100 1000", "words 2000 500")
-"""What is sent, words of a prompt, requests of a turn."""
+LOADS = ("words 100 1000", "streams 100 1000", "words 2000 500", "one 10 400")
+"""What is sent, words of a prompt, requests of a turn. With `one`, one request at a time asks for one token."""
 ENGINE_LOADS = ("tokens 512 32",)
 WARM_UP = 2
 
@@ -152,9 +152,10 @@ async def _control_plane_loads(directory: Path, stack: contextlib.ExitStack, *, 
             _, seconds = await bench.streams(cluster.url, texts, bench.AT_ONCE)
         else:
             port = cluster.settings.port
-            bodies = [bench.plain_request(port, prompts(words), bench.OUTPUT) for _ in range(requests)]
+            at_once, output = (1, 1) if line[0] == "one" else (bench.AT_ONCE, bench.OUTPUT)
+            bodies = [bench.plain_request(port, prompts(words), output) for _ in range(requests)]
             cpu = bench.Cpu(pids)
-            _, seconds = await bench.plain(port, bodies, bench.AT_ONCE, *with_tls)
+            _, seconds = await bench.plain(port, bodies, at_once, *with_tls)
         us = cpu.each(requests)
         print(requests / seconds, us["router"], us["workers"], us["client"], flush=True)
 
