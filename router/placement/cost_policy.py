@@ -60,7 +60,8 @@ class CostPolicy:
         remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if prefills else []
         if remote:
             least_ms = min([decode.shared_ms for decode in remote]) + min([one.least_ms for one in prefills])
-            if least_ms > near_ms:  # no remote option can be as good
+            least_effort = min([one.uncached_tokens for one in prefills]), True
+            if least_ms > self._displacing_ms(ways, near_ms, least_effort):
                 others = partial(_remote_options, remote, prefills)
             else:
                 ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
@@ -84,6 +85,18 @@ class CostPolicy:
             predicted=(option, *(way.option for way in ways if way is not chosen)),
             others=others,
         )
+
+    def _displacing_ms(self, ways: Iterable["_Way"], near_ms: float, least_effort: tuple[int, bool]) -> float:
+        """The highest cost with which an option of this effort could win over the local ones.
+
+        Args:
+            ways: Local options.
+            near_ms: The highest cost that counts as equal to the lowest one of `ways`.
+        """
+        best = min(ways, key=_cost_ms, default=None)
+        if best is None or _effort(best.option) >= least_effort:
+            return near_ms
+        return best.option.cost_ms - self._settings.near_ms
 
     def _near_ms(self, ways: Iterable["_Way"], slo_ttft_ms: float) -> float:
         """The highest cost that counts as equal to the lowest one."""
