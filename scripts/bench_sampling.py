@@ -22,6 +22,7 @@ KINDS = {
     "top_k 20": SamplingParams(temperature=0.7, top_k=20),
     "top_k 20, top_p 0.8": SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
     "top_p 0.8": SamplingParams(temperature=0.7, top_p=0.8),
+    "min_p 0.05": SamplingParams(min_p=0.05),
 }
 
 

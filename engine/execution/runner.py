@@ -122,7 +122,7 @@ class TorchRunner:
                     quantization,
                 )
         self._max_num_seqs = max_num_seqs
-        sampler = Sampler(config.vocab_size, self._device, ops)
+        sampler = Sampler(config.vocab_size, ops)
         self.full: Lane
         self.splits: Sequence[Split]
         if self._device.type == "cuda":

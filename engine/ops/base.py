@@ -20,6 +20,7 @@ import torch
 
 from engine.batch import Batch
 from engine.ops.buffers import upload_arrays
+from engine.ops.draw import Draws
 from engine.ops.quantized import QuantizedWeight
 
 Weight = torch.Tensor | QuantizedWeight
@@ -297,6 +298,9 @@ class Ops(Protocol):
         If `count` is 1, it is the first of equal ones. The values can be of `x`'s type or float32. `torch.topk` does
         the rest, but slowly for a whole vocabulary on a CPU.
         """
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Draws a token for each row: [R, V], scratch -> int64 [R]. `engine/ops/draw.py` defines it."""
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """Sets logits to minus infinity, in place, where bits of masks are 0.

@@ -7,6 +7,7 @@ torch's caching allocator, which reuses a block only when the copy from it is co
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import IntArray
@@ -19,6 +20,16 @@ anew while serving."""
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a host tensor to a device, in order with the current stream. On a CPU returns the tensor itself."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_indices(indices: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Copies indices to a device, as `upload` does. int64, in the shape of `indices`"""
+    return upload(torch.as_tensor(indices), device)
+
+
+def take(rows: torch.Tensor, indices: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+    """Returns the rows with these ascending indices; the tensor itself if they are all of them."""
+    return rows if len(indices) == len(rows) else rows[upload_indices(indices, rows.device)]
 
 
 def upload_size(lengths: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from engine.ops import kernels
 from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Layer, Linear, Ops, Routing, Stack, Weight
+from engine.ops.draw import Draws
 from engine.ops.quantized import GROUP, QuantizedWeight
 from engine.ops.torch_ops import TorchOps
 
@@ -126,6 +127,10 @@ class CpuOps:
     def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, columns = torch.ops.cpd.top_k(x, count)
         return values, columns
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        tokens: torch.Tensor = torch.ops.cpd.draw(logits, *draws.tensors())
+        return tokens
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         torch.ops.cpd.mask_logits(logits, rows, masks)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cpd.common.blocks import BLOCK_SIZE
 from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Linear, Ops, Routing, Stack, Weight
 from engine.ops.buffers import upload
+from engine.ops.draw import Draws, draw
 from engine.ops.quantized import QuantizedWeight
 
 _DECODES_AT_ONCE = 16
@@ -159,6 +160,9 @@ class TorchOps:
         # argmax of bfloat16 is four times slower than max on a CPU
         values, columns = x.max(dim=-1, keepdim=True) if count == 1 else torch.topk(x, count)
         return values, columns
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        return draw(logits, draws)
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         # on a CPU a tenth of the time of unpacking the bits and `masked_fill`

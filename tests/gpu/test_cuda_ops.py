@@ -149,7 +149,7 @@ def test_the_device_chooses_the_tokens_that_a_cpu_does() -> None:
     ]
     logits = 3 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(0))
     wanted = Sampler(vocab_size).sample(logits.clone(), rows)
-    got = Sampler(vocab_size, "cuda").sample(logits.cuda(), rows)
+    got = Sampler(vocab_size).sample(logits.cuda(), rows)
     assert [one.token_id for one in got] == [one.token_id for one in wanted]
     for here, there in zip(got, wanted, strict=True):
         if here.logprobs is not None and there.logprobs is not None:

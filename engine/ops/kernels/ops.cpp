@@ -9,6 +9,7 @@
 #endif
 
 #include "attention.h"
+#include "draw.h"
 #include "experts.h"
 #include "layers.h"
 #include "linear.h"
@@ -210,6 +211,32 @@ std::tuple<Tensor, Tensor> top_k_op(const Tensor& x, int64_t count) {
     });
   });
   return {values, columns};
+}
+
+Tensor draw_op(const Tensor& logits, const Tensor& temperatures, const Tensor& top_k, const Tensor& top_p,
+               const Tensor& min_p, const Tensor& keys) {
+  const int64_t m = logits.size(0), n = logits.size(1);
+  for (const Tensor& one : {temperatures, top_k, top_p, min_p})
+    TORCH_CHECK(one.dim() == 1 && one.size(0) == m, "cpd::draw: wrong number of rows");
+  TORCH_CHECK(n > 0 && keys.dim() == 2 && keys.size(0) == m && keys.size(1) == 2, "cpd::draw: no tokens, or wrong keys");
+  auto draws = std::make_shared<std::vector<Draw>>(m);
+  for (int64_t row = 0; row < m; ++row) {
+    const auto* key = reinterpret_cast<const uint32_t*>(ints(keys) + 2 * row);
+    (*draws)[row] = {data<float>(temperatures)[row], ints(top_k)[row], data<float>(top_p)[row], data<float>(min_p)[row],
+                     {key[0], key[1]}};
+  }
+  const Tensor tokens = at::empty({m}, logits.options().dtype(at::kLong));
+  with_type(logits, [&]<typename T>(T) {
+    const T* from = data<T>(logits);
+    int64_t* to = tokens.data_ptr<int64_t>();
+    run_team(m > 1 && m * n * 64 > kParallelWork, [=](Team& team) {
+      team.each(m, [&](int64_t row) {
+        thread_local Likely likely;
+        to[row] = draw(from + row * n, n, (*draws)[row], likely);
+      });
+    });
+  });
+  return tokens;
 }
 
 void mask_logits_op(const Tensor& logits, const Tensor& rows, const Tensor& masks) {
@@ -420,6 +447,7 @@ TORCH_LIBRARY(cpd, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_op);
   m.def("add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()", add_rms_norm_op);
   m.def("top_k(Tensor x, int count) -> (Tensor, Tensor)", top_k_op);
+  m.def("draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor min_p, Tensor keys) -> Tensor", draw_op);
   m.def("mask_logits(Tensor(a!) logits, Tensor rows, Tensor masks) -> ()", mask_logits_op);
   m.def(
       "experts(Tensor x, Tensor router_output, Tensor gate_up, Tensor down, int width, int per_token, bool normalize) -> "

@@ -240,6 +240,19 @@ CPD_INLINE A larger(A a, A b) {
   return a > b ? a : b;
 }
 
+// True if the result of a comparison is true in any lane.
+CPD_INLINE bool any(Ints is_true) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
+#elif defined(__AVX__)
+  return _mm256_movemask_ps((__m256)is_true);
+#else
+  int32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits |= is_true[lane];
+  return bits;
+#endif
+}
+
 // e^x to 2 units in the last place; e^0 is exactly 1, and everything below -87 is exactly 0.
 CPD_INLINE Floats exp(Floats x) {
   const Floats low = splat(-87.0f), high = splat(88.0f);

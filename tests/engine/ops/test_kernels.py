@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from engine.model.rope import rope_table
 from engine.ops import make_ops
 from engine.ops.base import Experts, Heads, Layer, Linear, Ops, Routing, Stack, Weight
 from engine.ops.cpu_ops import CpuOps, PackedExperts, PackedLinear
+from engine.ops.draw import Draws
 from engine.ops.kernels import KernelsUnavailableError
 from engine.ops.kernels.build import build
 from engine.ops.quantized import quantize
@@ -174,6 +176,41 @@ def test_masked_logits_are_minus_infinity(
         got = logits.clone()
         back_end.mask_logits(got, rows, torch.from_numpy(words.view(np.int32)))
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 15, 61, 128, 500, 4099, 151_936])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0.1, 2.0, 20.0])
+def test_draws_are_those_of_torch(ops: CpuOps, threads: int, vocab: int, dtype: torch.dtype, spread: float) -> None:
+    rng = np.random.default_rng(vocab)
+    rows = 24
+
+    def column(values: list[float], dtype: Any = np.float32) -> npt.NDArray[Any]:
+        return rng.choice(values, rows).astype(dtype)
+
+    draws = Draws(
+        column([0, 0.3, 0.7, 1, 2]),
+        column([0, 0, 1, 3, 20, 5000], np.int32),
+        column([1, 1, 0.999, 0.9, 0.5, 1e-9]),
+        column([0, 0, 0.01, 0.5, 1]),
+        rng.integers(-(1 << 31), 1 << 31, (rows, 2)).astype(np.int32) | np.array([0, 1], np.int32),
+    )
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)
+    logits[1:5, : vocab // 2] = -torch.inf
+    got = ops.draw(logits.clone(), draws)
+    assert torch.equal(got, TorchOps().draw(logits.clone(), draws))
+    assert (vocab == 1) or len(set(got.tolist())) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_without_any_likely_token_gets_the_first_one(ops: CpuOps, dtype: torch.dtype) -> None:
+    logits = torch.full((4, 300), -torch.inf, dtype=dtype)
+    logits[1] = torch.nan
+    logits[2, 7], logits[2, 9] = torch.nan, 1.0
+    logits[3, 299] = -80.0
+    ones, keys = np.ones(4, np.float32), np.ones((4, 2), np.int32)
+    tokens = ops.draw(logits, Draws(ones, np.zeros(4, np.int32), ones * 0.5, ones * 0.1, keys))
+    assert tokens.tolist() == [0, 0, 9, 299]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

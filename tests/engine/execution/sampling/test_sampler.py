@@ -1,4 +1,5 @@
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,21 @@ from cpd.grammar.constraint import mask_of
 from engine.batch import SampleRow
 from engine.execution.sampling import sampler as sampler_module
 from engine.execution.sampling.sampler import Sampler
+from engine.ops.cpu_ops import CpuOps
+from engine.ops.torch_ops import TorchOps
 from engine.types import SamplingParams, ThinkingBudget
 from tests.gumbel import gumbel_noise
 
 VOCAB = 61
+
+
+@pytest.fixture(scope="module", params=[TorchOps, CpuOps], autouse=True)
+def back_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test runs with plain torch and with the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "TorchOps", request.param)
+        yield
+
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -209,25 +221,12 @@ class TestFilters:
         got = {sample(logits, row(seed=seed, top_k=2))[0] for seed in range(100)}
         assert got == {0, 1, 2, 3}
 
-    def test_ties_that_exceed_the_shortlist_stay_together(self) -> None:
+    def test_ties_of_the_whole_vocabulary_stay_together(self) -> None:
         logits = torch.zeros(1, VOCAB)
         got = {sample(logits, row(seed=seed, top_k=2))[0] for seed in range(1000)}
         assert got == set(range(VOCAB))
 
-    def test_noise_is_drawn_only_for_the_best_tokens_of_a_small_top_k(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        drawn_for: list[int] = []
-        noise = sampler_module._minus_exponential
-
-        def counted(token_keys: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
-            drawn_for.append(token_keys.shape[-1])
-            return noise(token_keys, row_keys)
-
-        monkeypatch.setattr(sampler_module, "_minus_exponential", counted)
-        logits = logits_of(1, rows=3, vocab_size=5000)
-        sample(logits, *(row(i, top_k=20, top_p=0.9, min_p=0.01) for i in range(3)))
-        assert drawn_for == [40]
-
-    def test_rows_with_and_without_a_shortlist_share_a_batch(self) -> None:
+    def test_rows_with_different_filters_share_a_batch(self) -> None:
         logits = logits_of(2, rows=4)
         rows = [row(0, top_k=3, seed=1), row(1, seed=2), row(2, top_k=50, seed=3), row(3, top_k=1, temperature=0.0)]
         alone = [sample(logits[i : i + 1], r)[0] for i, r in enumerate(rows)]
@@ -338,21 +337,21 @@ def test_tokens_can_be_read_after_copying_to_the_host() -> None:
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(2, 1), (3, 2)])
-def test_few_logits_are_sampled_on_one_thread(monkeypatch: pytest.MonkeyPatch, rows: int, expected: int) -> None:
-    """Torch's threads would wait for each other."""
+def test_torch_takes_one_thread_for_few_logits(monkeypatch: pytest.MonkeyPatch, rows: int, expected: int) -> None:
+    """Its threads would wait for each other."""
     used: list[int] = []
-    draw = Sampler._draw_from
+    log_softmax = torch.log_softmax
 
-    def drawn(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
         used.append(torch.get_num_threads())
-        return draw(*args)
+        return log_softmax(*args, **kwargs)
 
-    monkeypatch.setattr(Sampler, "_draw_from", drawn)
-    monkeypatch.setattr("engine.execution.sampling.sampler.FEW_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(torch, "log_softmax", counted)
+    monkeypatch.setattr("engine.ops.threads.FEW_LOGITS", 3 * VOCAB)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        Sampler(VOCAB).sample(logits_of(0, rows=rows), [row(i) for i in range(rows)])
+        Sampler(VOCAB).sample(logits_of(0, rows=rows), [row(i, top_logprobs=1) for i in range(rows)])
         assert (used, torch.get_num_threads()) == ([expected], 2)
     finally:
         torch.set_num_threads(before)
