@@ -108,8 +108,7 @@ class Sampler:
         raw_logprobs = None
         with few_threads(logits):
             if with_logprobs:
-                logits = logits.float()
-                raw_logprobs = torch.log_softmax(take(logits, with_logprobs), dim=-1)
+                raw_logprobs = torch.log_softmax(take(logits, with_logprobs), dim=-1, dtype=torch.float32)
             if any(_adjusts(row) for row in rows):
                 logits = logits.float()
                 _adjust(logits, rows)
@@ -119,14 +118,11 @@ class Sampler:
         if raw_logprobs is None:
             return ChosenTokens(chosen)
         tops = [params[i].top_logprobs or 0 for i in with_logprobs]
-        with few_threads(logits):
-            best = torch.topk(raw_logprobs, min(max(tops), self._vocab_size), dim=-1)
+        best, ids = self._ops.top_k(raw_logprobs, max(1, min(max(tops), self._vocab_size)))
         replacements = [None if c is None else c.replacement() for c in (rows[i].constraint for i in with_logprobs)]
         others = upload_indices([token or 0 for token in replacements], chosen.device)
         own = torch.stack([take(chosen, with_logprobs), others], dim=1)
-        return ChosenTokens(
-            chosen, with_logprobs, tops, replacements, (raw_logprobs.gather(1, own), best.values, best.indices)
-        )
+        return ChosenTokens(chosen, with_logprobs, tops, replacements, (raw_logprobs.gather(1, own), best, ids))
 
     def _constrain(self, logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int]) -> None:
         """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]"""
