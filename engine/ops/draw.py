@@ -28,14 +28,14 @@ class Draws:
 
     Attributes:
         temperatures: 0 takes the most likely token. [R] float32
-        top_k: 0 keeps all tokens. [R] int32
+        top_k: 0 keeps all tokens. [R] int64
         top_p: 1 keeps all tokens. [R] float32
         min_p: 0 keeps all tokens. [R] float32
         keys: Of the noise; the second one is odd. [R, 2] int32
     """
 
     temperatures: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
+    top_k: npt.NDArray[np.int64]
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
     keys: npt.NDArray[np.int32]
@@ -116,7 +116,7 @@ def _filter(logits: Tensor, draws: Draws) -> None:
     by_p = np.flatnonzero(draws.top_p < 1)
     by_min = np.flatnonzero(draws.min_p > 0)
     if len(by_k):
-        top_k = draws.top_k[by_k].astype(np.int64)
+        top_k = draws.top_k[by_k]
         best = torch.topk(take(logits, by_k), int(top_k.max()), dim=-1).values
         kth = best.gather(1, upload_indices(top_k[:, None] - 1, logits.device))
         floor = kth if len(by_k) == rows else floor.index_put((upload_indices(by_k, logits.device),), kth)

@@ -139,7 +139,7 @@ def _draws(rows: Sequence[SampleRow]) -> Draws:
     params = [row.params for row in rows]
     return Draws(
         np.array([p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params], np.float32),
-        np.array([p.top_k for p in params], np.int32),
+        np.array([p.top_k for p in params], np.int64),
         np.array([p.top_p for p in params], np.float32),
         np.array([p.min_p for p in params], np.float32),
         _row_keys(rows),

@@ -219,10 +219,14 @@ Tensor draw_op(const Tensor& logits, const Tensor& temperatures, const Tensor& t
   for (const Tensor& one : {temperatures, top_k, top_p, min_p})
     TORCH_CHECK(one.dim() == 1 && one.size(0) == m, "cpd::draw: wrong number of rows");
   TORCH_CHECK(n > 0 && keys.dim() == 2 && keys.size(0) == m && keys.size(1) == 2, "cpd::draw: no tokens, or wrong keys");
+  TORCH_CHECK(top_k.is_contiguous() && top_k.scalar_type() == at::kLong, "cpd::draw: top_k must be contiguous int64");
   auto draws = std::make_shared<std::vector<Draw>>(m);
   for (int64_t row = 0; row < m; ++row) {
     const auto* key = reinterpret_cast<const uint32_t*>(ints(keys) + 2 * row);
-    (*draws)[row] = {data<float>(temperatures)[row], ints(top_k)[row], data<float>(top_p)[row], data<float>(min_p)[row],
+    (*draws)[row] = {data<float>(temperatures)[row],
+                     top_k.data_ptr<int64_t>()[row],
+                     data<float>(top_p)[row],
+                     data<float>(min_p)[row],
                      {key[0], key[1]}};
   }
   const Tensor tokens = at::empty({m}, logits.options().dtype(at::kLong));

@@ -190,7 +190,7 @@ def test_draws_are_those_of_torch(ops: CpuOps, threads: int, vocab: int, dtype: 
 
     draws = Draws(
         column([0, 0.3, 0.7, 1, 2]),
-        column([0, 0, 1, 3, 20, 5000], np.int32),
+        column([0, 0, 1, 3, 20, 5000, 1 << 32], np.int64),
         column([1, 1, 0.999, 0.9, 0.5, 1e-9]),
         column([0, 0, 0.01, 0.5, 1]),
         rng.integers(-(1 << 31), 1 << 31, (rows, 2)).astype(np.int32) | np.array([0, 1], np.int32),
@@ -209,7 +209,7 @@ def test_a_row_without_any_likely_token_gets_the_first_one(ops: CpuOps, dtype: t
     logits[2, 7], logits[2, 9] = torch.nan, 1.0
     logits[3, 299] = -80.0
     ones, keys = np.ones(4, np.float32), np.ones((4, 2), np.int32)
-    tokens = ops.draw(logits, Draws(ones, np.zeros(4, np.int32), ones * 0.5, ones * 0.1, keys))
+    tokens = ops.draw(logits, Draws(ones, np.zeros(4, np.int64), ones * 0.5, ones * 0.1, keys))
     assert tokens.tolist() == [0, 0, 9, 299]
 
 
