@@ -299,8 +299,11 @@ class Ops(Protocol):
         the rest, but slowly for a whole vocabulary on a CPU.
         """
 
+    def log_sum_exp(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns log(sum(e^x)) of each row: [R, V] -> float32 [R]. A logit minus it is a log-probability."""
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Draws a token for each row: [R, V], scratch -> int64 [R]. `engine/ops/draw.py` defines it."""
+        """Draws a token for each row: [R, V] -> int64 [R]. `engine/ops/draw.py` defines it."""
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """Sets logits to minus infinity, in place, where bits of masks are 0.

@@ -13,7 +13,7 @@ import torch
 
 from engine.ops import kernels
 from engine.ops.base import DeviceBatch, Experts, FixedBuffers, FusedStack, Layer, Linear, Ops, Routing, Stack, Weight
-from engine.ops.draw import Draws
+from engine.ops.draw import Changes, Draws
 from engine.ops.quantized import GROUP, QuantizedWeight
 from engine.ops.torch_ops import TorchOps
 
@@ -128,8 +128,15 @@ class CpuOps:
         values, columns = torch.ops.cpd.top_k(x, count)
         return values, columns
 
+    def log_sum_exp(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.cpd.log_sum_exp(x)
+        return y
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        tokens: torch.Tensor = torch.ops.cpd.draw(logits, *draws.tensors())
+        filters = (draws.temperatures, draws.top_k, draws.top_p, draws.min_p, draws.keys)
+        tokens: torch.Tensor = torch.ops.cpd.draw(
+            logits, *map(torch.from_numpy, filters), _tensors(draws.factors), _tensors(draws.additions)
+        )
         return tokens
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -236,3 +243,7 @@ def _pack_into(weight: Weight, packed: torch.Tensor) -> None:
         torch.ops.cpd.pack_quantized_into(weight.values, weight.scales, weight.minima, weight.bits, packed)
     else:
         torch.ops.cpd.pack_into(weight.contiguous(), packed)
+
+
+def _tensors(changes: Changes | None) -> list[torch.Tensor]:
+    return [] if changes is None else [*map(torch.from_numpy, (changes.starts, changes.tokens, changes.numbers))]

@@ -1,7 +1,7 @@
 """Draws tokens from logits, in plain torch: the reference, and what GPUs run.
 
-Order of operations: temperature; top-k, top-p, min-p, each on what the previous one left, as in vLLM; then the token
-with the largest logit + Gumbel noise, which is a draw from the softmax (the Gumbel-max trick).
+Order of operations: changes of single logits; temperature; top-k, top-p, min-p, each on what the previous one left, as
+in vLLM; then the token with the largest logit + Gumbel noise, which is a draw from the softmax (the Gumbel-max trick).
 
 The noise of a token is a hash of (the row's keys, token id), not a generator's state. So a row gets the same token in
 any batch, on any worker. `engine/ops/kernels/draw.h` computes the same noise.
@@ -17,9 +17,23 @@ import torch
 from torch import Tensor
 
 from engine.ops.buffers import take, upload, upload_indices
-from engine.ops.threads import few_threads
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """A number for each of some tokens of some rows, one row after the other.
+
+    Attributes:
+        starts: Row r has the entries from `starts[r]` up to `starts[r + 1]`. [R + 1] int64
+        tokens: Within the vocabulary. [N] int64
+        numbers: [N] float32
+    """
+
+    starts: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,8 @@ class Draws:
         top_p: 1 keeps all tokens. [R] float32
         min_p: 0 keeps all tokens. [R] float32
         keys: Of the noise; the second one is odd. [R, 2] int32
+        factors: Positive logits of these tokens are divided, others multiplied. A token occurs once in a row.
+        additions: Added to the logits of these tokens, after that.
     """
 
     temperatures: npt.NDArray[np.float32]
@@ -39,33 +55,20 @@ class Draws:
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
     keys: npt.NDArray[np.int32]
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns the fields as tensors, in order. They share the memory."""
-        of_arrays = torch.from_numpy
-        return (
-            of_arrays(self.temperatures),
-            of_arrays(self.top_k),
-            of_arrays(self.top_p),
-            of_arrays(self.min_p),
-            of_arrays(self.keys),
-        )
+    factors: Changes | None = None
+    additions: Changes | None = None
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Draws a token for each row. [R, V] -> [R] int64; overwrites float32 `logits`.
+    """Draws a token for each row. [R, V] -> [R] int64
 
     argmax(logit + noise) = argmax(probability / E), as noise = -log(E) with an exponentially distributed E. That saves
     a logarithm per token.
     """
-    with few_threads(logits):
-        return _draw(logits, draws)
-
-
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
+    logits = logits.to(torch.float32, copy=True)
+    _change(logits, draws)
     drawn = draws.temperatures > 0
     likeliest = None if drawn.all() else logits.max(dim=-1).indices
-    logits = logits.float()
     temperatures = np.where(drawn, draws.temperatures, np.float32(1))
     if (temperatures != 1).any():
         logits.div_(_column(temperatures, logits))
@@ -103,6 +106,24 @@ def token_keys(vocab_size: int, device: torch.device) -> Tensor:
     x *= np.uint32(0x846CA68B)
     x ^= x >> 16
     return torch.from_numpy(x.view(np.int32)).to(device)
+
+
+def _change(logits: Tensor, draws: Draws) -> None:
+    """Changes single logits in place. [R, V]"""
+    flat = logits.view(-1)
+    if draws.factors is not None:
+        where, factor = _entries(draws.factors, logits)
+        old = flat[where]
+        flat[where] = torch.where(old > 0, old / factor, old * factor)
+    if draws.additions is not None:
+        flat.index_add_(0, *_entries(draws.additions, logits))
+
+
+def _entries(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns indices into all logits, and the numbers."""
+    rows = np.repeat(np.arange(len(logits)), np.diff(changes.starts))
+    numbers = upload(torch.from_numpy(changes.numbers), logits.device)
+    return upload_indices(rows * logits.shape[1] + changes.tokens, logits.device), numbers
 
 
 def _filter(logits: Tensor, draws: Draws) -> None:

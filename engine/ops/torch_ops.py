@@ -161,6 +161,9 @@ class TorchOps:
         values, columns = x.max(dim=-1, keepdim=True) if count == 1 else torch.topk(x, count)
         return values, columns
 
+    def log_sum_exp(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(x.float(), dim=-1)
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         return draw(logits, draws)
 

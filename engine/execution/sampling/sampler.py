@@ -3,8 +3,11 @@
 Order of operations:
 
     1. log-probabilities of the model's own distribution
-    2. repetition, presence and frequency penalties, logit bias, thinking budgets, masks of `min_tokens` and grammars
-    3. temperature, top-k, top-p, min-p, and the draw (engine/ops/draw.py)
+    2. masks of grammars
+    3. repetition penalty; presence and frequency penalties, logit bias, thinking budgets, mask of `min_tokens`
+    4. temperature, top-k, top-p, min-p, and the draw
+
+engine/ops/draw.py does what comes from 3 on.
 
 The noise of a draw is a hash of (seed, choice, position, token id), not a generator's state. So a request gets the same
 tokens in any batch, any order of steps and on any worker.
@@ -27,8 +30,7 @@ from torch import Tensor
 from engine.batch import Sampled, SampleRow
 from engine.ops.base import Ops
 from engine.ops.buffers import take, upload, upload_indices
-from engine.ops.draw import Draws
-from engine.ops.threads import few_threads
+from engine.ops.draw import Changes, Draws
 from engine.ops.torch_ops import TorchOps
 from engine.types import GREEDY_BELOW, TokenLogprobs
 
@@ -98,31 +100,31 @@ class Sampler:
         """Chooses a token for each row.
 
         Args:
-            logits: Output of the model in any floating type; float32 is overwritten. [R, V]
+            logits: Output of the model in any floating type; masks change it. [R, V]
             rows: How to choose each token; at least one row. [R]
         """
         if all(row.params.takes_most_likely and row.constraint is None for row in rows):
             return ChosenTokens(self._ops.top_k(logits, 1)[1].flatten())
-        params = [row.params for row in rows]
-        with_logprobs = [i for i, p in enumerate(params) if p.top_logprobs is not None]
-        raw_logprobs = None
-        with few_threads(logits):
-            if with_logprobs:
-                raw_logprobs = torch.log_softmax(take(logits, with_logprobs), dim=-1, dtype=torch.float32)
-            if any(_adjusts(row) for row in rows):
-                logits = logits.float()
-                _adjust(logits, rows)
+        with_logprobs = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None]
+        if not with_logprobs:
+            return ChosenTokens(self._draw(logits, rows))
+        tops = [rows[i].params.top_logprobs or 0 for i in with_logprobs]
+        constraints = [rows[i].constraint for i in with_logprobs]
+        replacements = [None if c is None else c.replacement() for c in constraints]
+        others = upload_indices(np.array([[token or 0] for token in replacements]), logits.device)
+        raw = take(logits, with_logprobs)
+        best, ids = self._ops.top_k(raw, max(1, min(max(tops), self._vocab_size)))
+        total = self._ops.log_sum_exp(raw)[:, None]
+        of_others = raw.gather(1, others)  # masks change logits, but not that of the chosen token
+        chosen = self._draw(logits, rows)
+        own = torch.cat([raw.gather(1, take(chosen, with_logprobs)[:, None]), of_others], dim=1).float()
+        return ChosenTokens(chosen, with_logprobs, tops, replacements, (own - total, best.float() - total, ids))
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Masks and draws. [R, V] -> [R]"""
         if constrained := [i for i, row in enumerate(rows) if row.constraint is not None]:
             self._constrain(logits, rows, constrained)
-        chosen = self._ops.draw(logits, _draws(rows))
-        if raw_logprobs is None:
-            return ChosenTokens(chosen)
-        tops = [params[i].top_logprobs or 0 for i in with_logprobs]
-        best, ids = self._ops.top_k(raw_logprobs, max(1, min(max(tops), self._vocab_size)))
-        replacements = [None if c is None else c.replacement() for c in (rows[i].constraint for i in with_logprobs)]
-        others = upload_indices([token or 0 for token in replacements], chosen.device)
-        own = torch.stack([take(chosen, with_logprobs), others], dim=1)
-        return ChosenTokens(chosen, with_logprobs, tops, replacements, (raw_logprobs.gather(1, own), best, ids))
+        return self._ops.draw(logits, _draws(rows, self._vocab_size))
 
     def _constrain(self, logits: Tensor, rows: Sequence[SampleRow], constrained: Sequence[int]) -> None:
         """Masks the tokens that the grammars of these rows do not allow, in place. [R, V]"""
@@ -135,14 +137,17 @@ class Sampler:
         self._ops.mask_logits(logits, indices, of_rows)
 
 
-def _draws(rows: Sequence[SampleRow]) -> Draws:
+def _draws(rows: Sequence[SampleRow], vocab_size: int) -> Draws:
     params = [row.params for row in rows]
+    factors, additions = _changes(rows, vocab_size)
     return Draws(
         np.array([p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params], np.float32),
         np.array([p.top_k for p in params], np.int64),
         np.array([p.top_p for p in params], np.float32),
         np.array([p.min_p for p in params], np.float32),
         _row_keys(rows),
+        factors,
+        additions,
     )
 
 
@@ -169,19 +174,6 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _adjusts(row: SampleRow) -> bool:
-    """True if `_adjust` would change the row."""
-    p = row.params
-    return bool(
-        p.repetition_penalty != 1.0
-        or p.presence_penalty
-        or p.frequency_penalty
-        or p.logit_bias
-        or _must_end_thinking(row)
-        or (p.min_tokens and row.constraint is None and _too_short(row))
-    )
-
-
 def _must_end_thinking(row: SampleRow) -> bool:
     """True if the next token must end the output's reasoning."""
     budget = row.params.thinking_budget
@@ -193,51 +185,47 @@ def _too_short(row: SampleRow) -> bool:
     return row.position - row.prompt_len < row.params.min_tokens
 
 
-def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Applies penalties, bias, thinking budgets and the mask of `min_tokens` in place, touching only the tokens
-    concerned. [R, V]"""
-    scaled, shifted = _Entries(logits), _Entries(logits)
+def _changes(rows: Sequence[SampleRow], vocab_size: int) -> tuple[Changes | None, Changes | None]:
+    """Returns the factors and additions of penalties, bias, thinking budgets and the mask of `min_tokens`."""
+    factors, additions = _Entries(vocab_size), _Entries(vocab_size)
     for i, row in enumerate(rows):
         p = row.params
         if p.repetition_penalty != 1.0:
             ids, _ = row.counts.tokens.of(row.tokens)
-            scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))  # once for each distinct token
+            factors.add(i, ids, np.full(len(ids), p.repetition_penalty, np.float32))  # once for each distinct token
         if p.presence_penalty or p.frequency_penalty:
             ids, counts = row.counts.outputs.of(row.tokens, row.prompt_len)
-            shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
+            additions.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
         if p.logit_bias:
-            shifted.add(i, list(p.logit_bias), list(p.logit_bias.values()))
+            additions.add(i, list(p.logit_bias), list(p.logit_bias.values()))
         if p.thinking_budget is not None and _must_end_thinking(row):
-            shifted.add(i, [p.thinking_budget.end_token], [_CERTAIN])
-        if _too_short(row) and row.constraint is None:  # a constraint knows where the output can only end
-            shifted.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
-    flat = logits.view(-1)
-    if entries := scaled.tensors():
-        where, factor = entries
-        old = flat[where]
-        flat[where] = torch.where(old > 0, old / factor, old * factor)
-    if entries := shifted.tensors():
-        flat.index_add_(0, *entries)
+            additions.add(i, [p.thinking_budget.end_token], [_CERTAIN])
+        if p.min_tokens and _too_short(row) and row.constraint is None:  # a constraint knows where it can only end
+            additions.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
+    return factors.changes(len(rows)), additions.changes(len(rows))
 
 
 class _Entries:
-    """Collects (row, token, number) triples for one operation over all rows."""
+    """Collects a number for each of some tokens, row by row."""
 
-    def __init__(self, logits: Tensor) -> None:
-        self._vocab_size, self._device = logits.shape[1], logits.device
-        self._where: list[npt.NDArray[np.int64]] = []
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: list[int] = []
+        self._tokens: list[npt.NDArray[np.int64]] = []
         self._numbers: list[npt.NDArray[np.float32]] = []
 
     def add(self, row: int, token_ids: npt.ArrayLike, numbers: npt.ArrayLike) -> None:
         """Adds numbers of a row's tokens. Drops ids outside the vocabulary, which can't be chosen."""
         ids, values = np.asarray(token_ids, dtype=np.int64), np.asarray(numbers, dtype=np.float32)
         known = (ids >= 0) & (ids < self._vocab_size)
-        self._where.append(row * self._vocab_size + ids[known])
+        self._rows.append(row)
+        self._tokens.append(ids[known])
         self._numbers.append(values[known])
 
-    def tensors(self) -> tuple[Tensor, Tensor] | None:
-        """Returns flat indices and numbers; None if there are none."""
-        if not self._where:
+    def changes(self, rows: int) -> Changes | None:
+        """Returns all; None if there are none."""
+        if not self._rows:
             return None
-        where, numbers = np.concatenate(self._where), np.concatenate(self._numbers)
-        return upload(torch.from_numpy(where), self._device), upload(torch.from_numpy(numbers), self._device)
+        starts = np.zeros(rows + 1, np.int64)
+        np.add.at(starts, np.array(self._rows) + 1, [len(ids) for ids in self._tokens])
+        return Changes(starts.cumsum(), np.concatenate(self._tokens), np.concatenate(self._numbers))

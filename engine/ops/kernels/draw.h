@@ -1,4 +1,4 @@
-// Draws a token of a row: see engine/ops/draw.py, which has the same in plain torch.
+// Draws a token of a row, as engine/ops/draw.py does in plain torch; the logarithm of its softmax's denominator.
 #pragma once
 
 #include <bit>
@@ -18,12 +18,19 @@ struct Draw {
   uint32_t keys[2];
 };
 
+// A number for each of some tokens of a row.
+struct Changes {
+  const int64_t* tokens;
+  const float* numbers;
+  int64_t count;
+};
+
 // Probabilities of a row's tokens, divided by the largest one: blocks of `kBlock` tokens, without blocks in which all are
 // 0. Kept for the next row, as memory from the system has to be cleared each time.
 struct Likely {
   static constexpr int64_t kBlock = 8 * kLanes;
 
-  std::vector<float> p, heavy;
+  std::vector<float> p, heavy, changed;
   std::vector<int64_t> first_tokens;  // of the blocks
 };
 
@@ -53,6 +60,15 @@ float largest_of_row(const T* x, int64_t n) {
   Floats most = splat(-INFINITY);
   for (int64_t i = 0; i < n; i += kLanes) most = larger(load_or_lowest(x + i, n - i), most);
   return largest(most);
+}
+
+// log(sum(e^x)); minus infinity if no logit is a larger number.
+template <typename T>
+float log_sum_exp(const T* x, int64_t n) {
+  const float most = largest_of_row(x, n);
+  if (most == -INFINITY) return most;
+  const int64_t whole = divide_up(n, Likely::kBlock) * Likely::kBlock;
+  return most + std::log(sum_blocks(whole, [&](int64_t i) { return exp(load_or_lowest(x + i, n - i) - most); }));
 }
 
 // Computes the probabilities of all logits from `least` up, over that of the largest logit, `most`. Returns their sum.
@@ -162,6 +178,22 @@ int64_t draw(const T* x, int64_t n, const Draw& how, Likely& likely) {
   const float total = find_likely(x, n, how.temperature, least, most, likely);
   const float smallest = how.top_p < 1 ? nucleus_floor(likely, how.top_p, total) : 0;
   return first_of_race(likely, std::max(smallest, how.min_p), how.keys);
+}
+
+// Draws from changed logits. Positive ones are divided by their factor, others multiplied; then come the additions.
+template <typename T>
+int64_t draw_changed(const T* x, int64_t n, const Changes& factors, const Changes& additions, const Draw& how,
+                     Likely& likely) {
+  if (!factors.count && !additions.count) return draw(x, n, how, likely);
+  likely.changed.resize(n);
+  float* logits = likely.changed.data();
+  for (int64_t i = 0; i < n; i += kLanes) store(logits + i, load(x + i, n - i), n - i);
+  for (int64_t i = 0; i < factors.count; ++i) {
+    float& logit = logits[factors.tokens[i]];
+    logit = logit > 0 ? logit / factors.numbers[i] : logit * factors.numbers[i];
+  }
+  for (int64_t i = 0; i < additions.count; ++i) logits[additions.tokens[i]] += additions.numbers[i];
+  return draw(logits, n, how, likely);
 }
 
 }  // namespace cpd

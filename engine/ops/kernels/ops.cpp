@@ -213,22 +213,45 @@ std::tuple<Tensor, Tensor> top_k_op(const Tensor& x, int64_t count) {
   return {values, columns};
 }
 
+const int64_t* longs(const Tensor& x) {
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kLong, "cpd kernels: a tensor must be contiguous int64");
+  return x.data_ptr<int64_t>();
+}
+
+// Changes of each row, from nothing or (starts, tokens, numbers): see engine/ops/draw.py.
+std::vector<Changes> changes_of(at::TensorList all, int64_t rows) {
+  std::vector<Changes> changes(rows);
+  if (all.empty()) return changes;
+  TORCH_CHECK(all.size() == 3 && all[0].numel() == rows + 1 && all[1].numel() == all[2].numel(), "cpd::draw: wrong changes");
+  const int64_t* starts = longs(all[0]);
+  TORCH_CHECK(starts[0] == 0 && starts[rows] == all[1].numel(), "cpd::draw: wrong changes");
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t start = starts[row];
+    changes[row] = {longs(all[1]) + start, data<float>(all[2]) + start, starts[row + 1] - start};
+  }
+  return changes;
+}
+
 Tensor draw_op(const Tensor& logits, const Tensor& temperatures, const Tensor& top_k, const Tensor& top_p,
-               const Tensor& min_p, const Tensor& keys) {
+               const Tensor& min_p, const Tensor& keys, at::TensorList factors, at::TensorList additions) {
   const int64_t m = logits.size(0), n = logits.size(1);
   for (const Tensor& one : {temperatures, top_k, top_p, min_p})
     TORCH_CHECK(one.dim() == 1 && one.size(0) == m, "cpd::draw: wrong number of rows");
   TORCH_CHECK(n > 0 && keys.dim() == 2 && keys.size(0) == m && keys.size(1) == 2, "cpd::draw: no tokens, or wrong keys");
-  TORCH_CHECK(top_k.is_contiguous() && top_k.scalar_type() == at::kLong, "cpd::draw: top_k must be contiguous int64");
-  auto draws = std::make_shared<std::vector<Draw>>(m);
+  std::vector<Draw> draws(m);
   for (int64_t row = 0; row < m; ++row) {
     const auto* key = reinterpret_cast<const uint32_t*>(ints(keys) + 2 * row);
-    (*draws)[row] = {data<float>(temperatures)[row],
-                     top_k.data_ptr<int64_t>()[row],
-                     data<float>(top_p)[row],
-                     data<float>(min_p)[row],
-                     {key[0], key[1]}};
+    draws[row] = {data<float>(temperatures)[row],
+                  longs(top_k)[row],
+                  data<float>(top_p)[row],
+                  data<float>(min_p)[row],
+                  {key[0], key[1]}};
   }
+  struct Rows {
+    std::vector<Draw> draws;
+    std::vector<Changes> factors, additions;
+  };
+  const auto rows = std::make_shared<const Rows>(Rows{std::move(draws), changes_of(factors, m), changes_of(additions, m)});
   const Tensor tokens = at::empty({m}, logits.options().dtype(at::kLong));
   with_type(logits, [&]<typename T>(T) {
     const T* from = data<T>(logits);
@@ -236,11 +259,23 @@ Tensor draw_op(const Tensor& logits, const Tensor& temperatures, const Tensor& t
     run_team(m > 1 && m * n * 64 > kParallelWork, [=](Team& team) {
       team.each(m, [&](int64_t row) {
         thread_local Likely likely;
-        to[row] = draw(from + row * n, n, (*draws)[row], likely);
+        to[row] = draw_changed(from + row * n, n, rows->factors[row], rows->additions[row], rows->draws[row], likely);
       });
     });
   });
   return tokens;
+}
+
+Tensor log_sum_exp_op(const Tensor& x) {
+  const int64_t m = x.size(0), n = x.size(1);
+  const Tensor y = at::empty({m}, x.options().dtype(at::kFloat));
+  with_type(x, [&]<typename T>(T) {
+    const T* from = data<T>(x);
+    float* to = data<float>(y);
+    run_team(m > 1 && m * n * 64 > kParallelWork,
+             [=](Team& team) { team.each(m, [=](int64_t row) { to[row] = log_sum_exp(from + row * n, n); }); });
+  });
+  return y;
 }
 
 void mask_logits_op(const Tensor& logits, const Tensor& rows, const Tensor& masks) {
@@ -451,7 +486,11 @@ TORCH_LIBRARY(cpd, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_op);
   m.def("add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()", add_rms_norm_op);
   m.def("top_k(Tensor x, int count) -> (Tensor, Tensor)", top_k_op);
-  m.def("draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor min_p, Tensor keys) -> Tensor", draw_op);
+  m.def(
+      "draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor min_p, Tensor keys, Tensor[] factors, "
+      "Tensor[] additions) -> Tensor",
+      draw_op);
+  m.def("log_sum_exp(Tensor x) -> Tensor", log_sum_exp_op);
   m.def("mask_logits(Tensor(a!) logits, Tensor rows, Tensor masks) -> ()", mask_logits_op);
   m.def(
       "experts(Tensor x, Tensor router_output, Tensor gate_up, Tensor down, int width, int per_token, bool normalize) -> "

@@ -26,7 +26,7 @@ from engine.model.rope import rope_table
 from engine.ops import make_ops
 from engine.ops.base import Experts, Heads, Layer, Linear, Ops, Routing, Stack, Weight
 from engine.ops.cpu_ops import CpuOps, PackedExperts, PackedLinear
-from engine.ops.draw import Draws
+from engine.ops.draw import Changes, Draws
 from engine.ops.kernels import KernelsUnavailableError
 from engine.ops.kernels.build import build
 from engine.ops.quantized import quantize
@@ -197,9 +197,27 @@ def test_draws_are_those_of_torch(ops: CpuOps, threads: int, vocab: int, dtype: 
     )
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)
     logits[1:5, : vocab // 2] = -torch.inf
-    got = ops.draw(logits.clone(), draws)
-    assert torch.equal(got, TorchOps().draw(logits.clone(), draws))
-    assert (vocab == 1) or len(set(got.tolist())) > 1
+    for changed in (draws, replace(draws, factors=changes(rng, rows, vocab), additions=changes(rng, rows, vocab))):
+        got = ops.draw(logits.clone(), changed)
+        assert torch.equal(got, TorchOps().draw(logits.clone(), changed))
+        assert (vocab == 1) or len(set(got.tolist())) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 61), (2, 4099), (9, 151_936)])
+def test_the_logarithm_of_a_sum_is_that_of_torch(
+    ops: CpuOps, threads: int, rows: int, vocab: int, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 5).to(dtype)
+    x[0, : vocab // 2] = -torch.inf
+    torch.testing.assert_close(ops.log_sum_exp(x), torch.logsumexp(x.double(), dim=-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def changes(rng: np.random.Generator, rows: int, vocab: int) -> Changes:
+    """Changes some of the logits of half of the rows."""
+    tokens = [rng.permutation(vocab)[: vocab // 3 if row % 2 else 0] for row in range(rows)]
+    starts = np.cumsum([0, *map(len, tokens)])
+    return Changes(starts, np.concatenate(tokens), rng.uniform(0.5, 2, starts[-1]).astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

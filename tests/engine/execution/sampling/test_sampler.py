@@ -336,27 +336,6 @@ def test_tokens_can_be_read_after_copying_to_the_host() -> None:
     assert sampler.choose(logits.clone(), rows).to_host().read() == sampler.sample(logits.clone(), rows)
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(2, 1), (3, 2)])
-def test_torch_takes_one_thread_for_few_logits(monkeypatch: pytest.MonkeyPatch, rows: int, expected: int) -> None:
-    """Its threads would wait for each other."""
-    used: list[int] = []
-    log_softmax = torch.log_softmax
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        used.append(torch.get_num_threads())
-        return log_softmax(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "log_softmax", counted)
-    monkeypatch.setattr("engine.ops.threads.FEW_LOGITS", 3 * VOCAB)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        Sampler(VOCAB).sample(logits_of(0, rows=rows), [row(i, top_logprobs=1) for i in range(rows)])
-        assert (used, torch.get_num_threads()) == ([expected], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
 class Only:
     """A constraint that allows some tokens."""
 
