@@ -455,7 +455,11 @@ def test_a_decision_is_one_of_its_options_and_is_deterministic(
         assert one.cost_ms == sum(one.cost)
         assert one.cost_ms >= min(one.ttft_ms, 2000.0)
     assert all(min(one.cost[:-1]) >= 0 >= one.cost.late_ms for one in placement.options)
-    assert all(one.cost_ms > chosen.cost_ms for one in placement.others())
+    # options that are not predicted in full could not be chosen: they cost more, or nearly as much with more to do
+    lowest_ms = min(one.cost_ms for one in placement.predicted)
+    for one in placement.others():
+        near = one.cost_ms > lowest_ms - PolicySettings().near_ms and one.uncached_tokens >= chosen.uncached_tokens
+        assert one.cost_ms > chosen.cost_ms or near
     assert chosen.prefix_source == (placement.prefix_source.worker_id if placement.prefix_source else "")
     assert not (chosen.prefill and chosen.prefix_source)
     assert 0 <= placement.long_prefill_tokens <= tokens
