@@ -104,6 +104,7 @@ class FaultCluster:
     Attributes:
         network: The namespaces; None without that right.
         redis: The Redis server, which the processes reach through `proxy`.
+        no_answer: The last reason why a router did not say its state.
     """
 
     names: Sequence[str] = NAMES
@@ -118,6 +119,7 @@ class FaultCluster:
         self.processes: dict[str, Process] = {}
         self._fork_server = ForkServer(ROOT)
         self.urls: dict[str, str] = {}
+        self.no_answer = ""
         self._model = model
         self._worker_flags = {
             "dtype": "float32",
@@ -248,13 +250,16 @@ class FaultCluster:
     # ---- state ----
 
     async def state(self, router: str = "router-1") -> dict[str, Any]:
-        """A router's `/cluster`; empty if it does not answer."""
-        with suppress(httpx.HTTPError):
+        """A router's `/cluster`; empty if it does not answer, and then `no_answer` says why."""
+        try:
             async with httpx.AsyncClient(base_url=self.urls[router], timeout=2) as http:
                 response = await http.get("/cluster")
                 if response.is_success:
                     state: dict[str, Any] = response.json()
                     return state
+                self.no_answer = f"{router}: {response.status_code} {response.text}"
+        except httpx.HTTPError as error:
+            self.no_answer = f"{router}: {error!r}"
         return {}
 
     async def wait_until_healthy(self) -> None:
@@ -310,4 +315,4 @@ class FaultCluster:
         except TimeoutError:
             workers = (await self.state()).get("workers", [])
             shown = {one["id"]: (one["state"], one["reason"], one["load"] and one["load"]["pages"]) for one in workers}
-            raise AssertionError(f"not within {seconds:g} s: {what}; {shown}") from None
+            raise AssertionError(f"not within {seconds:g} s: {what}; {shown or self.no_answer}") from None
