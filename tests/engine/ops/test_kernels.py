@@ -6,14 +6,13 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +25,6 @@ from engine.model.rope import rope_table
 from engine.ops import make_ops
 from engine.ops.base import Experts, Heads, Layer, Linear, Ops, Routing, Stack, Weight
 from engine.ops.cpu_ops import CpuOps, PackedExperts, PackedLinear
-from engine.ops.draw import Changes, Draws
 from engine.ops.kernels import KernelsUnavailableError
 from engine.ops.kernels.build import build
 from engine.ops.quantized import quantize
@@ -38,19 +36,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 LAYERS = 3
 EPS = 1e-5
 HEADS = Heads(4, 2, 64)
-
-
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    return CpuOps()
-
-
-@pytest.fixture(params=[1, 2, 3], ids=["on1", "on2", "on3"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def assert_equal(
@@ -176,59 +161,6 @@ def test_masked_logits_are_minus_infinity(
         got = logits.clone()
         back_end.mask_logits(got, rows, torch.from_numpy(words.view(np.int32)))
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 15, 61, 128, 500, 4099, 151_936])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", [0.1, 2.0, 20.0])
-def test_draws_are_those_of_torch(ops: CpuOps, threads: int, vocab: int, dtype: torch.dtype, spread: float) -> None:
-    rng = np.random.default_rng(vocab)
-    rows = 24
-
-    def column(values: list[float], dtype: Any = np.float32) -> npt.NDArray[Any]:
-        return rng.choice(values, rows).astype(dtype)
-
-    draws = Draws(
-        column([0, 0.3, 0.7, 1, 2]),
-        column([0, 0, 1, 3, 20, 5000, 1 << 32], np.int64),
-        column([1, 1, 0.999, 0.9, 0.5, 1e-9]),
-        column([0, 0, 0.01, 0.5, 1]),
-        rng.integers(-(1 << 31), 1 << 31, (rows, 2)).astype(np.int32) | np.array([0, 1], np.int32),
-    )
-    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)
-    logits[1:5, : vocab // 2] = -torch.inf
-    for changed in (draws, replace(draws, factors=changes(rng, rows, vocab), additions=changes(rng, rows, vocab))):
-        got = ops.draw(logits.clone(), changed)
-        assert torch.equal(got, TorchOps().draw(logits.clone(), changed))
-        assert (vocab == 1) or len(set(got.tolist())) > 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 61), (2, 4099), (9, 151_936)])
-def test_the_logarithm_of_a_sum_is_that_of_torch(
-    ops: CpuOps, threads: int, rows: int, vocab: int, dtype: torch.dtype
-) -> None:
-    x = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 5).to(dtype)
-    x[0, : vocab // 2] = -torch.inf
-    torch.testing.assert_close(ops.log_sum_exp(x), torch.logsumexp(x.double(), dim=-1).float(), rtol=1e-6, atol=1e-6)
-
-
-def changes(rng: np.random.Generator, rows: int, vocab: int) -> Changes:
-    """Changes some of the logits of half of the rows."""
-    tokens = [rng.permutation(vocab)[: vocab // 3 if row % 2 else 0] for row in range(rows)]
-    starts = np.cumsum([0, *map(len, tokens)])
-    return Changes(starts, np.concatenate(tokens), rng.uniform(0.5, 2, starts[-1]).astype(np.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_without_any_likely_token_gets_the_first_one(ops: CpuOps, dtype: torch.dtype) -> None:
-    logits = torch.full((4, 300), -torch.inf, dtype=dtype)
-    logits[1] = torch.nan
-    logits[2, 7], logits[2, 9] = torch.nan, 1.0
-    logits[3, 299] = -80.0
-    ones, keys = np.ones(4, np.float32), np.ones((4, 2), np.int32)
-    tokens = ops.draw(logits, Draws(ones, np.zeros(4, np.int64), ones * 0.5, ones * 0.1, keys))
-    assert tokens.tolist() == [0, 0, 9, 299]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -677,12 +609,10 @@ def test_torch_computes_float16() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for older x86-64 CPUs")
 @pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
 def test_cpus_with_narrower_vectors_compute_the_same(tmp_path: Path, cpu: str) -> None:
-    files = [
-        __file__,
-        *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("quantized_kernels", "pages_of_8_bits")),
-    ]
+    others = ("quantized_kernels", "pages_of_8_bits", "draw")
+    files = [__file__, *(str(Path(__file__).with_name(f"test_{name}.py")) for name in others)]
     numerics = (
-        "(linear or norms or silu or rope or attention or context or experts or layers or activations or bits) "
+        "(linear or norms or silu or rope or attention or context or experts or layers or activations or bits or draw) "
         "and not any_batch and not on1 and not on3"
     )
     done = subprocess.run(

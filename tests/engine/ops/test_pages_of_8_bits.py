@@ -17,13 +17,9 @@ from tests.engine.ops.test_kernels import (
     SHAPES,
     assert_equal,
     filled_pool,
-    ops,
     random_stack,
-    threads,
 )
 from tests.engine.steps import Lens, lay_out, step_of
-
-__all__ = ["ops", "threads"]  # fixtures
 
 CASES = [(*shape, (None, 100)[index % 2], index % 3 + 1) for index, shape in enumerate(SHAPES)]
 """Query heads, key-value heads, head size, window, threads."""

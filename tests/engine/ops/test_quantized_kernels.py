@@ -1,7 +1,5 @@
 """The CPU kernels for weights of 8 and 4 bits against the same weights in float32."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,19 +14,6 @@ SHAPES = [(512, 256, True, 2), (33, 32, False, 1), (7, 64, True, 3), (200, 96, F
 """Rows and columns, whether there is a bias, threads."""
 EXPERTS = [((8, 8), 1), ((4, 4), 2), ((4, 8), 3), ((8, None), 2), ((None, 4), 3)]
 """Bits of an expert's first and second weight, threads."""
-
-
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    return CpuOps()
-
-
-@pytest.fixture(params=[1, 2, 3], ids=["on1", "on2", "on3"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random_weight(n: int, k: int, name: str) -> QuantizedWeight:
