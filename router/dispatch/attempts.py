@@ -24,7 +24,7 @@ from router.dispatch.output import Choice
 from router.dispatch.worker_session import WorkerSession
 from router.errors import ApiError
 from router.placement.decisions import Decision
-from router.placement.learning import Learning
+from router.placement.learning import WorkerErrors
 from router.placement.moves import Move
 from router.placement.policy import Placement
 
@@ -374,12 +374,12 @@ class Attempt:
             if not all(logprob < inf for logprob in (score.logprob, *score.top_logprobs)):
                 raise ProtocolError("it sent log-probabilities that are not numbers")
 
-    def on_output(self, output: pb.Output, now: float, learning: Learning) -> None:
-        """Records that tokens of a choice have arrived, and learns from them."""
+    def on_output(self, output: pb.Output, now: float) -> tuple[WorkerErrors, Placement, float, float] | None:
+        """Records that tokens of a choice have arrived. Returns what there is to learn: see `Learning.first_token`."""
         self.deadline = None
-        decision, computed_by = self.decision, self.prefill_session
+        decision, computed_by, first = self.decision, self.prefill_session, None
         if decision is None:
-            return
+            return None
         if computed_by is not None:
             prefilled = output.prefilled
             decision.on_prefilled(prefilled)
@@ -387,13 +387,14 @@ class Attempt:
             woke = bool(decision.wake_s or decision.placement.chosen.cost.wake_ms)  # says nothing about the speed
             if as_planned and self.parked is None and not woke and computed_by.worker_load is not None:
                 placement, actual_ms = decision.placement, (now - decision.placed_at) * 1e3
-                learning.first_token(computed_by.worker_load.errors, placement, actual_ms, now)
+                first = computed_by.worker_load.errors, placement, actual_ms, now
             self._prompt_computed()
         if output.HasField("landed"):
             decision.landed = pb.Landed()
             decision.landed.CopyFrom(output.landed)
         if decision.choice == output.choice:
             decision.on_output(now)
+        return first
 
     def crashed(self, worker_id: str, now: float) -> None:
         """Records that a worker that ran it, or computed its prompt, has crashed."""

@@ -319,7 +319,7 @@ class Dispatcher:
         choice, now = request.choices[index], self._loop.time()
         if attempt.waits_since is not None:
             self._wakes.end(attempt)
-        attempt.on_output(output, now, self._learning)
+        first = attempt.on_output(output, now)
         if output.HasField("landed"):
             self._metrics.transfer_wait.observe(output.landed.waited_ms / 1e3)
         if attempt.parked is not None:
@@ -348,6 +348,8 @@ class Dispatcher:
         elif choice.finish is not None:  # by a stop string, which the worker does not know
             session.abort(pb.Abort(request=attempt.id, attempt=attempt.number, choices=[index]))
             self._choice_done(attempt, index)
+        if first is not None:
+            self._loop.call_soon(self._learning.first_token, *first)
 
     def _end_probation(self, attempt: Attempt, num_tokens: int) -> None:
         """Counts a suspect's new tokens; with enough of them it is none any more."""
@@ -530,9 +532,7 @@ class Dispatcher:
             self._learning.behind_combined(now),
             self._learning.behind_prefill(now),
         )
-        self._learning.prompt(total, situation.most_cached_tokens)
-        if request.load_class is None:
-            request.load_class = self._arrived(situation, takers)
+        self._loop.call_soon(self._learn_prompt, request, situation, takers)  # once a worker has it
         try:
             placement = self._policy.place(situation)
         except Exception:
@@ -540,7 +540,7 @@ class Dispatcher:
             raise failed("The placement policy failed.") from None
         if attempt.number < 0:
             self._check_wait(request, placement, situation)
-            self._learning.placed(situation, placement)
+            self._loop.call_soon(self._learning.placed, situation, placement)
         if parked is not None:
             placement = parked.placement(placement, len(hashes))
         decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)
@@ -563,6 +563,11 @@ class Dispatcher:
         if attempt.parked is not None:
             self._loop.call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
         return True
+
+    def _learn_prompt(self, request: RoutedRequest, seen: Situation, takers: Container[str]) -> None:
+        self._learning.prompt(seen.prompt.tokens, seen.most_cached_tokens)
+        if request.load_class is None:
+            request.load_class = self._arrived(seen, takers)
 
     def _arrived(self, seen: Situation, takers: Container[str]) -> RequestClass:
         """Counts a new request: what the best worker that takes it, and the average worker, has not cached."""

@@ -114,7 +114,9 @@ class Workers:
     @property
     def ready(self) -> bool:
         """True if it is settled and a worker takes requests."""
-        return self.settled and any(_takers(self._sessions.values()))
+        return self.settled and any(
+            session.live and (session.role == "combined" or session.takes_any) for session in self._sessions.values()
+        )
 
     @property
     def residency(self) -> Residency | None:
@@ -158,7 +160,7 @@ class Workers:
     def candidates(self, role: str, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
         """The live workers of a role, except `exclude`, that take `tokens` tokens of prompt and output. Silent workers
         are returned only if there are no others."""
-        of_role = [session for session in self._sessions.values() if session.live and session.role == role]
+        of_role = [session for session in self._sessions.values() if session.role == role and session.live]
         return self._candidates(of_role, tokens, exclude)
 
     def takers(self, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
