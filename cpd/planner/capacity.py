@@ -13,18 +13,20 @@ takes `local_ms(k)` beside them, on the prefill lane or in their batch, and dela
                     slo_itl allow
     good          = decoded · Σ rate · (1 - late)
 
-Prompts of prefill workers wait in one queue of `m` workers, the others in queues of `m = QUEUE_WORKERS`. Prefill
-workers get the prompts whose computing takes them the least compared with a combined worker, as long as they are no
-busier than these. If not all can be in time, the prompts that take longest are given up, as workers do
-(engine/scheduling/fair_queue.py): as many as leaves the most good requests.
+Prompts of prefill workers wait in one queue of all `m` of them. So do prompts of combined workers that find nothing
+there but what all of them have cached; the others wait in queues of `m = QUEUE_WORKERS`. Prefill workers get the
+prompts whose computing takes them the least compared with a combined worker, as long as they are no busier than these.
+If not all can be in time, the prompts that take longest are given up, as workers do (engine/scheduling/fair_queue.py):
+as many as leaves the most good requests.
 
 Combined workers hold the caches that later turns look for. What requests find because only some workers have it cached
 is proportional to the number of combined workers. With fewer of them, some requests find only what all workers have.
 With more, some find their whole prompt: requests of any length, since nothing tells which ones missed it.
 
-Prompts that are given up are computed late, by a prefill worker if there is one (router/placement/costs.py). If there
-is none, they are in the way of those that look for caches: as large a share of what is found is lost. That is a rule
-which agrees with simulations (docs/decisions/0038-planner.md).
+Prompts that are given up are computed late. Prefill workers do that, if there are any (router/placement/costs.py), and
+LATE_SHARE of their time is lost for others. Without, combined workers compute them whenever no other prompt waits. So
+each prompt waits for one that is under way (C = 1, in queues of QUEUE_WORKERS), and as large a share of what is found
+is lost as is given up. These are rules that agree with simulations (docs/decisions/0063-one-prefill-worker.md).
 """
 
 from collections.abc import Sequence
@@ -47,8 +49,11 @@ DEVIATIONS = 2
 """Pages are left free for this many standard deviations of the number of streams, which varies as Poisson's does."""
 
 QUEUE_WORKERS = 2
-"""Among how many combined workers a prompt can choose where it is served first. Caches, and streams, leave no more:
-with 2, predictions agree with simulations (docs/decisions/0038-planner.md)."""
+"""Among how many combined workers a prompt that looks for a cache can choose. With 2, predictions agree with
+simulations (docs/decisions/0038-planner.md)."""
+
+LATE_SHARE = 0.3
+"""Share of the prefill workers' time that late prompts take beyond what they take of combined workers' time."""
 
 MOST_FOUND = 0.5
 """The largest share of what is computed now that more combined workers might find."""
@@ -61,6 +66,8 @@ MAX_BUSY = 0.98
 
 GIVEN_UP = (0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
 """Shares of the prompts' work that might be given up."""
+
+_SOME_GIVEN_UP = np.array(GIVEN_UP)[:, None] > 0
 
 _SPREAD = 0.1
 """Relative uncertainty of predicted times: of prompts that just fit into the target, half are late."""
@@ -168,6 +175,9 @@ class CapacityModel:
         less = [replace(one, local_tokens=max(one.local_tokens, one.remote_tokens)) for one in demands]
         more = [replace(one, local_tokens=1) for one in demands]
         demands = [*demands, *less, *more]
+        self._anywhere = np.array(  # they find no more on one worker than on another
+            [one.local_tokens >= (1 - EQUAL) * one.remote_tokens for one in demands]
+        )
         self._outputs = np.array([one.output_tokens for one in demands])
         decoding = np.tile(self._measured, 3) * self._outputs
         contexts = np.array([one.prompt_tokens + one.output_tokens / 2 for one in demands])
@@ -226,16 +236,17 @@ class CapacityModel:
 
     def _served(self, rates: Floats, numbers: Floats, combined: Floats) -> _Served:
         """Serves requests at these rates [given up, number, demand]."""
+        prefill = numbers * np.where(_SOME_GIVEN_UP, 1 - LATE_SHARE, 1)  # without what late prompts take
         # the most work that prefill workers take without being busier than combined ones
         low, high = np.zeros(rates.shape[:2]), np.ones(rates.shape[:2])
         for _ in range(_BALANCE_STEPS):
             busy = (low + high) / 2
-            local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * numbers), combined)
+            local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * prefill), combined)
             less = local_busy < busy
             low, high = np.where(less, low, busy), np.where(less, busy, high)
-        remote = self._remote_share(rates, high * numbers)
+        remote = self._remote_share(rates, high * prefill)
         local_busy, streams, decoded = self._combined(rates, remote, combined)
-        good = decoded * self._in_time(rates, remote, local_busy, streams, numbers, combined)
+        good = decoded * self._in_time(rates, remote, local_busy, streams, prefill, combined)
         return _Served(good, remote, local_busy, streams)
 
     def _rates(self, numbers: Floats, combined: Floats) -> Floats:
@@ -286,29 +297,39 @@ class CapacityModel:
         return decoded * _at(local @ self._lane_ms.T / 1e3, streams), streams, decoded
 
     def _in_time(
-        self, rates: Floats, remote: Floats, local_busy: Floats, streams: Floats, numbers: Floats, combined: Floats
+        self, rates: Floats, remote: Floats, local_busy: Floats, streams: Floats, prefill: Floats, combined: Floats
     ) -> Floats:
         local_rates, remote_rates = rates * (1 - remote), rates * remote
         local_ms = np.stack(
             [_at(np.broadcast_to(ms, (*streams.shape, len(ms))), streams) for ms in self._local_ms.T], 2
         )
-        choice = np.minimum(QUEUE_WORKERS, combined)
-        late_local = self._late(local_rates, local_ms, local_busy, choice)
-        prefill = np.maximum(numbers, 1)
+        few, all_combined = np.minimum(QUEUE_WORKERS, combined)[:, None], combined[:, None]
+        late_local = np.where(
+            (_SOME_GIVEN_UP & (prefill == 0))[:, :, None],
+            self._late(local_rates, local_ms, local_busy, few, always_waits=True),
+            self._late(local_rates, local_ms, local_busy, np.where(self._anywhere, all_combined, few)),
+        )
+        prefill = np.where(prefill, prefill, 1)
         remote_busy = (remote_rates @ self._remote_ms) / 1e3 / prefill
-        late_remote = self._late(remote_rates, np.broadcast_to(self._remote_ms, remote.shape), remote_busy, prefill)
+        remote_ms = np.broadcast_to(self._remote_ms, remote.shape)
+        late_remote = self._late(remote_rates, remote_ms, remote_busy, prefill[:, :, None])
         in_time: Floats = (local_rates * (1 - late_local) + remote_rates * (1 - late_remote)).sum(axis=2)
         return in_time
 
-    def _late(self, rates: Floats, ms: Floats, busy: Floats, workers: Floats) -> Floats:
-        """Probability that a first token is late, by demand, if this many workers share a queue."""
+    def _late(self, rates: Floats, ms: Floats, busy: Floats, workers: Floats, *, always_waits: bool = False) -> Floats:
+        """Probability that a first token is late. [given up, number, demand]
+
+        Args:
+            workers: How many share a queue. The shape can be broadcast to that of the result.
+            always_waits: Each prompt has to wait, for one that is late and under way.
+        """
         mean = (rates * ms).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
         square = (rates * ms**2).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
-        busy = np.minimum(busy, MAX_BUSY)
-        waits = busy ** (np.sqrt(2 * (workers + 1)) - 1)
-        tau = np.maximum(square / np.maximum(mean, 1e-9) / 2 / (workers * (1 - busy)), 1e-6)
+        busy = np.minimum(busy, MAX_BUSY)[:, :, None]
+        waits = 1.0 if always_waits else busy ** (np.sqrt(2 * (workers + 1)) - 1)
+        tau = np.maximum((square / np.maximum(mean, 1e-9))[:, :, None] / 2 / (workers * (1 - busy)), 1e-6)
         slo = self._targets.slo_ttft
-        queued = waits[:, :, None] * np.exp(-np.maximum(slo - ms, 0) / tau[:, :, None])
+        queued = waits * np.exp(-np.maximum(slo - ms, 0) / tau)
         result: Floats = 1 - _sigmoid((1 - ms / slo) / _SPREAD) * (1 - queued)
         return result
 
