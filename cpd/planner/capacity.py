@@ -227,7 +227,7 @@ class CapacityModel:
                     number,
                     float(served.good[row, column]),
                     float(served.good[row, column] / total),
-                    float(work / number) if number else 0.0,
+                    float(work / number + (LATE_SHARE if row else 0)) if number else 0.0,
                     float(served.local_busy[row, column]),
                     float(served.streams[row, column]),
                 )
