@@ -114,9 +114,7 @@ class Workers:
     @property
     def ready(self) -> bool:
         """True if it is settled and a worker takes requests."""
-        return self.settled and any(
-            session.live and (session.role == "combined" or session.takes_any) for session in self._sessions.values()
-        )
+        return self.settled and any(_takers(self._sessions.values()))
 
     @property
     def residency(self) -> Residency | None:
