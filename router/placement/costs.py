@@ -13,7 +13,7 @@ an option is the delay to this user plus the delay to all others:
             + interference_ms       requests · horizon · (itl_ms - all_decode_ms): longer steps for all other streams
             + stall_ms              decodes · delay_ms: delay of the other streams' tokens when a local prefill ends
             + queued_behind_ms      behind · (prefill_ms + fetch_ms): delay of prompts that arrive meanwhile
-            + eviction_ms           evicted_reuse · missing_pages · page_ms: computing evicted pages again
+            + eviction_ms           evicted_reuse · (missing_pages - free_pages) · page_ms: computing them again
             + imbalance_ms          excess · horizon · lone_step_ms: requests beyond the worker's share
             + slo_violation_ms      of this user's TTFT, and of every stream's gaps; see `_violation`
             + late_ms               (late_weight - 1) · what the TTFT is beyond its target
@@ -141,10 +141,13 @@ class PlacementQuery:
 
     def eviction_ms(self, worker: Candidate) -> float:
         """The expected time to compute again, or to load back, the pages that this prompt would evict."""
+        evicted = self.cached(worker).missing_pages - worker.free_pages
+        if evicted <= 0:
+            return 0.0
         page_ms = BLOCK_SIZE * self._token_cost_ms(worker)
         if worker.host_page_ms:
             page_ms = min(page_ms, worker.host_page_ms)
-        return self._evicted_reuse * self.cached(worker).missing_pages * page_ms
+        return self._evicted_reuse * evicted * page_ms
 
     def late_ms(self, ttft_ms: float) -> float:
         """How far a time to first token is beyond its target."""

@@ -9,6 +9,7 @@ roles change back and forth. Prints a table; ends with code 1 if a stream failed
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -38,9 +40,10 @@ STEADY_S = 10.0
 DRAIN_S = 1.0
 """Time that the drained worker has before its streams move: most of its streams last longer."""
 READY_S = 120.0
+UNUSED = 500
+"""First of the token ids that no prompt of the streams begins with."""
 CHANGES, CHANGE_S = 10, 30.0
 """Number of changes of roles, and seconds between them. Each changes a combined and a prefill worker, or them back."""
-PROBE_S = 0.01
 
 Cpd = Callable[..., str]
 """Runs a command, and returns what it prints."""
@@ -73,7 +76,7 @@ class Measured(NamedTuple):
     Attributes:
         moved: Longest gap of each stream that moved.
         first_s: Time from the command until a worker that became combined gave its first answer.
-        probes_s: Time that a request of one token took meanwhile, on any worker.
+        probes_s: Time that each request of one token took until then, on any worker, one at a time.
     """
 
     phases: list[Phase]
@@ -151,6 +154,31 @@ class Load:
         if answer.is_error:  # a router that was too busy to answer the other one
             return False
         return any(one["outcome"].startswith("parked") for one in answer.json()["placements"])
+
+
+def _first_answer(url: str, name: str, address: str, key: str) -> tuple[float, list[float]]:
+    """Makes a worker combined and asks for one token after another until it answers, in a process without other work.
+
+    Returns:
+        Seconds from the command to the worker's first token, and from each question to its token.
+    """
+
+    async def ask() -> tuple[float, list[float]]:
+        asked_s: list[float] = []
+        async with client(url) as http, asyncio.timeout(READY_S):
+            await http.get("/health")  # imports and connects before the clock runs
+            begun_s = time.monotonic()
+            await asyncio.to_thread(set_role, name, address, key, "combined")
+            for unused in range(UNUSED, UNUSED + 1000):
+                since_s = time.monotonic()
+                answer = await complete(http, [unused, *prompt(1)], stream=True, max_tokens=1)
+                now_s = time.monotonic()
+                asked_s.append(now_s - since_s)
+                if answer.worker == name:
+                    return now_s - begun_s, asked_s
+            raise AssertionError(f"{name} answers nothing")
+
+    return asyncio.run(ask())
 
 
 def prompt(number: int) -> list[int]:
@@ -298,23 +326,6 @@ async def _measure(
     first_s: list[float] = []
     probes_s: list[float] = []
 
-    async def first_stream(name: str, begun_s: float) -> None:
-        """Measures how long after `begun_s` a worker answers a new request, and how long each request takes."""
-        first = asyncio.Event()
-
-        async def probe(http: httpx.AsyncClient) -> None:
-            asked_s = time.monotonic()
-            worker = (await complete(http, prompt(1), stream=True, max_tokens=1)).worker
-            probes_s.append(time.monotonic() - asked_s)
-            if worker == name and not first.is_set():
-                first_s.append(time.monotonic() - begun_s)
-                first.set()
-
-        async with client(url) as http, asyncio.TaskGroup() as group, asyncio.timeout(READY_S):
-            while not first.is_set():
-                group.create_task(probe(http))
-                await asyncio.sleep(PROBE_S)
-
     async def change_roles() -> None:
         load.looks = True
         workers = {one["id"]: one["address"] for one in (await status())["workers"]}
@@ -325,8 +336,10 @@ async def _measure(
         for number in range(CHANGES):
             now_combined, now_prefill = (other, one) if number % 2 == 0 else (one, other)
             began_s = time.monotonic()
-            await asyncio.to_thread(set_role, now_combined, workers[now_combined], key, "combined")
-            await first_stream(now_combined, began_s)
+            first = apart.submit(_first_answer, url, now_combined, workers[now_combined], key)
+            found_s, asked_s = await asyncio.wrap_future(first)
+            first_s.append(found_s)
+            probes_s.extend(asked_s)
             await asyncio.to_thread(set_role, now_prefill, workers[now_prefill], key, "prefill")
             await asyncio.sleep(max(0.0, CHANGE_S - (time.monotonic() - began_s)))
         load.looks = False
@@ -355,10 +368,13 @@ async def _measure(
         load.max_tokens = max_tokens
         await measure("(nothing)", longer_streams)
 
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(load.run(streams))
-        await change_everything()
-        running.cancel()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as apart:
+        apart.submit(time.monotonic).result()  # imports this module
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(load.run(streams))
+            await change_everything()
+            running.cancel()
     return Measured(phases, load.moved, first_s, probes_s)
 
 

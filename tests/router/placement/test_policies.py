@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpd.common.blocks import blocks_for
 from cpd.common.errors import ConfigError
 from cpd.common.policy_settings import PolicySettings
 from router.placement.candidate import Candidate
@@ -163,6 +164,17 @@ class TestCostSettings:
         )
         assert usual == pytest.approx(3 * rare)
         assert rare > 0
+
+    def test_only_pages_beyond_the_empty_ones_are_evicted(self) -> None:
+        pages = blocks_for(3000)
+        costs = [
+            CostPolicy(PolicySettings())
+            .place(situation(Prompt(3000, 100), [replace(self.STREAMS, free_pages=free)]))
+            .chosen.cost.eviction_ms
+            for free in (0, pages // 2, pages, 10 * pages)
+        ]
+        assert costs[1] == pytest.approx(costs[0] / 2)
+        assert costs[2:] == [0.0, 0.0]
 
     def test_without_fetches_no_prefix_source_is_considered(self) -> None:
         seen = situation(Prompt(4000, 10), [self.STREAMS, WORKERS[1]], cached=Prefixes({"a": 240}))

@@ -47,8 +47,8 @@ def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any
         estimator=_estimator(streams),
         page_bytes=2 << 20,
         num_pages=40_000,
-        free_pages=20_000,
-        cached_pages=15_000,
+        free_pages=0,
+        cached_pages=35_000,
         idle_at=queue_ms / 1e3,
         requests=streams,
     )
