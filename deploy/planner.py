@@ -257,8 +257,8 @@ class ClusterPlanner:
             self._last.update({"scale": plan.scale, "predictions": predictions, "predicted_at": time.time()})
         if plan.changes and self._mode == "advise" and (plan.prefill_workers, workers) != advised:
             self._say(
-                f"The planner advises {plan.prefill_workers} prefill workers of {workers}, instead of {plan.current}:"
-                f" {plan.reason}"
+                f"The planner advises that {plan.prefill_workers} of {workers} workers prefill, instead of"
+                f" {plan.current}: {plan.reason}"
             )
 
     def _size(self, view: PlannerView, meter: LoadMeter, now: float) -> None:

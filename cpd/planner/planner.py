@@ -93,7 +93,9 @@ class Planner:
         good = {one.prefill_workers: one.good_per_s for one in predictions}
         best = max(good.values())
         chosen = next(number for number in numbers if good[number] >= (1 - MIN_LOSS) * best)
-        reason = f"{good[chosen]:.1f} good requests/s with {chosen} prefill workers, {good[current]:.1f} with {current}"
+        reason = (
+            f"good requests/s by prefill workers: {good[chosen]:.1f} with {chosen}, {good[current]:.1f} with {current}"
+        )
         if good[current] >= (1 - MIN_LOSS * 2 ** len(self._changes)) * good[chosen]:
             reason += f": too little for a change, after {len(self._changes)} in the last hour"
             return Plan(current, current, reason, scale, tuple(predictions))

@@ -50,6 +50,7 @@ def _error_body(error: type) -> dict[str, Any]:
 _TEXT = {"schema": {"type": "string"}}
 _HEADERS = {
     "x-request-id": _TEXT | {"description": "The client's own id, or a new one if it sent none or an invalid one."},
+    "request-id": _TEXT | {"description": "The same id, under the name that Anthropic's clients read."},
     "x-cpd-route": {
         "schema": {"enum": ["local", "remote"]},
         "description": "Whether a prefill worker computed the first prompt (`remote`).",

@@ -33,7 +33,7 @@ def run(settings: SimSettings) -> None:
     show(result, console)
     for time_s, plan in outcome.changes:
         console.print(
-            f"{time_s:.0f} s: {plan.prefill_workers} prefill workers instead of {plan.current}: {plan.reason}"
+            f"{time_s:.0f} s: prefill workers: {plan.prefill_workers} instead of {plan.current}: {plan.reason}"
         )
     work, requests, steps = outcome.work_imbalance, outcome.imbalance, outcome.step_imbalance
     console.print(

@@ -27,7 +27,7 @@ REPORT: PlanReport = {
     "workers": 4,
     "current": 1,
     "prefill_workers": 2,
-    "reason": "12.0 good requests/s with 2 prefill workers, 11.0 with 1",
+    "reason": "good requests/s by prefill workers: 12.0 with 2, 11.0 with 1",
     "wanted_workers": 5,
     "size_reason": "the present ones are too few",
     "demands": [
@@ -109,7 +109,7 @@ def _shown(report: PlanReport, **arguments: Any) -> str:
 def test_a_plan_is_explained() -> None:
     shown = _shown(REPORT, alive=True, now=1003.0)
     assert "The planner changes roles. It decided 3 s ago:" in shown
-    assert "1 of 4 workers prefill, 2 should: 12.0 good requests/s with 2 prefill workers, 11.0 with 1" in shown
+    assert "1 of 4 workers prefill, 2 should: good requests/s by prefill workers: 12.0 with 2, 11.0 with 1" in shown
     assert "Workers that should run: 5 (the present ones are too few)" in shown
     assert "Predicted 8 s ago, for 1.35 times the measured load:" in shown
     assert ["2", "12.00", "90%", "50%", "25%", "3.2"] in [line.split() for line in shown.splitlines()]

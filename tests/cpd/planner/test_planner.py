@@ -32,7 +32,7 @@ def test_a_change_says_what_it_is_based_on() -> None:
     assert set(good) == set(range(16))
     assert good[one.prefill_workers] >= (1 - MIN_LOSS) * max(good.values())
     assert good[8] < (1 - MIN_LOSS) * good[one.prefill_workers]
-    assert f"{good[0]:.1f} good requests/s with 0 prefill workers, {good[8]:.1f} with 8" in one.reason
+    assert f"by prefill workers: {good[0]:.1f} with 0, {good[8]:.1f} with 8" in one.reason
 
 
 def test_few_requests_change_nothing() -> None:
