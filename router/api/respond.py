@@ -3,7 +3,7 @@
 A stream's write has all events since the last write: a client that reads slowly gets several tokens at a time, a client
 that keeps up gets each token at once. Status and headers are sent with the first output, when the route is known.
 
-A stream that waits for a model to wake begins earlier, after COMMENT_S. Comments, which clients ignore, then keep
+A stream whose first output takes longer than COMMENT_S begins without it. Comments, which clients ignore, then keep
 proxies from closing the connection, also while a stream stands still in the middle.
 """
 
@@ -29,10 +29,10 @@ from router.request_metrics import RequestMetrics
 if TYPE_CHECKING:
     from cpd.common.tracing import Value
 
-COMMENT_S = 5.0
-"""Interval of the comments in a stream that waits for a model to wake, in seconds; the first one opens the stream."""
+COMMENT_S = 10.0
+"""Interval of the comments in a stream that has no output, in seconds; one before the first output opens the stream."""
 
-COMMENT = b": model is waking\n\n"
+COMMENT = b": waiting\n\n"
 
 INLINE_TOKENS = 256
 """Length of the longest output that is parsed on the event loop, in about a millisecond."""
@@ -91,7 +91,7 @@ class CompletionResponse(Response):
         self._updated: dict[int, Choice] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._comments: asyncio.TimerHandle | None = None
-        self._comment_is_due = False
+        self._idle_ticks = 1  # those of `_comments` since something was sent; a comment is due after two
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response, or nothing if the client hangs up first.
@@ -169,11 +169,6 @@ class CompletionResponse(Response):
             self._ttft_s = self._loop.time() - self._received
             self._loop.call_soon(self._count_first, route, self._ttft_s)  # after the token is on its way
 
-    def waits_for_wake(self) -> None:
-        """A prompt, or a stream, has begun to wait for its worker to wake."""
-        if self._request.stream and self._comments is None:
-            self._comments = self._loop.call_later(COMMENT_S, self._comment)
-
     def updated(self, choice: Choice) -> None:
         """A choice has new text, or has ended."""
         self._running -= choice.finish is not None
@@ -216,9 +211,10 @@ class CompletionResponse(Response):
 
     async def _send_stream(self, send: Send) -> None:
         opened = False
+        self._comments = self._loop.call_later(COMMENT_S, self._tick)
         while self._route is None and not self._over:
             await self._wait()
-            if self._comment_is_due and self._route is None and not self._over:
+            if self._idle_ticks > 1 and self._route is None and not self._over:
                 if not opened:
                     await self._open_stream(send)
                     opened = True
@@ -231,10 +227,11 @@ class CompletionResponse(Response):
         over = False
         while not over:
             if any(chunks):
+                self._idle_ticks = 0
                 await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
             while not (self._updated or self._over):
                 await self._wait()
-                if self._comment_is_due and not self._over:
+                if self._idle_ticks > 1 and not self._over:
                     await self._send_comment(send)
             updated, self._updated = self._updated, {}
             chunks = [chunk for choice in updated.values() for chunk in self._chunks(choice)]
@@ -247,7 +244,7 @@ class CompletionResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_comment(self, send: Send) -> None:
-        self._comment_is_due = False
+        self._idle_ticks = 1
         await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def _opening(self, choice: Choice) -> bytes:
@@ -303,12 +300,11 @@ class CompletionResponse(Response):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _comment(self) -> None:
-        """Has a comment sent if it still waits for a wake."""
-        self._comments = None
-        if not self._over and any(request.waits_for_wake for request in self.requests):
-            self._comment_is_due = True
-            self._comments = self._loop.call_later(COMMENT_S, self._comment)
+    def _tick(self) -> None:
+        """Has a comment sent if nothing was sent since the tick before."""
+        self._comments = self._loop.call_later(COMMENT_S, self._tick)
+        self._idle_ticks += 1
+        if self._idle_ticks > 1:
             self._wake()
 
     def _hang_up(self) -> None:

@@ -68,9 +68,6 @@ class Consumer(Protocol):
     def started(self, route: RequestRoute) -> None:
         """The first output of a request has arrived. Called once per request."""
 
-    def waits_for_wake(self) -> None:
-        """A request, or a choice that has output, has begun to wait for its worker to wake."""
-
     def updated(self, choice: Choice) -> None:
         """A choice has new text, or has ended."""
 

@@ -78,7 +78,6 @@ class WakeWaits:
         attempt.waits_since = self._loop.time()
         self._waiting.add(attempt)
         self._note_promise(attempt)
-        attempt.request.consumer.waits_for_wake()
 
     def _note_promise(self, attempt: Attempt) -> None:
         """Takes the first promise of the workers that an attempt waits for."""

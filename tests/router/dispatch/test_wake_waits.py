@@ -209,7 +209,7 @@ class TestStreams:
             assert "x-cpd-route" not in response.headers
             lines = response.aiter_lines()
             for _ in range(3):
-                assert (await anext(lines), await anext(lines)) == (": model is waking", "")
+                assert (await anext(lines), await anext(lines)) == (": waiting", "")
             script.awake.set()
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
@@ -227,13 +227,28 @@ class TestStreams:
             seen = [await anext(lines)]
             worker.reside(DRAINING)
             worker.reside(ASLEEP)
-            while seen[-1] != ": model is waking":
+            while seen[-1] != ": waiting":
                 seen.append(await anext(lines))
             worker.reside(SERVING)
             opened.set()
             seen += [line async for line in lines]
         texts = [line for line in seen if line.startswith("data: {")]
         assert len(texts) > AFTER
+        assert seen[-2] == "data: [DONE]"
+
+    async def test_a_stream_that_stands_still_on_a_worker_that_is_awake_gets_comments_too(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        opened, gate = _still()
+        router = await start_router(await start_worker(says(REPLY, after=gate), residency=SERVES))
+        async with router.http.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as response:
+            lines = response.aiter_lines()
+            seen = [await anext(lines)]
+            while seen[-3:] != [": waiting", "", ": waiting"]:
+                seen.append(await anext(lines))
+            opened.set()
+            seen += [line async for line in lines]
+        assert len([line for line in seen if line.startswith("data: {")]) > AFTER
         assert seen[-2] == "data: [DONE]"
 
     async def test_a_failure_after_the_first_comment_is_the_streams_last_event(
@@ -266,7 +281,7 @@ class TestStreams:
         worker = await start_worker(Sleeper(says(REPLY)), residency=SLEEPS)
         router = await start_router(worker)
         async with router.http.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as response:
-            assert await anext(response.aiter_lines()) == ": model is waking"
+            assert await anext(response.aiter_lines()) == ": waiting"
         await _holds(lambda: len(worker.aborts) == 1)
 
 
@@ -377,8 +392,7 @@ class TestExpiry:
 
     @staticmethod
     def _attempt(worker: WorkerSession) -> Attempt:
-        consumer = SimpleNamespace(waits_for_wake=lambda: None)
-        request = RoutedRequest("", "", b"", b"", b"", [], pb.Sampling(), [], cast(Any, consumer), 0, received=0.0)
+        request = RoutedRequest("", "", b"", b"", b"", [], pb.Sampling(), [], cast(Any, None), 0, received=0.0)
         attempt = Attempt(1, request, {0}, session=worker, prefill_session=worker)
         assert worker.worker_load is not None
         candidate = worker.worker_load.candidate
