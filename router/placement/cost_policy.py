@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from heapq import nsmallest
 from math import inf
-from operator import add
+from operator import add, attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -40,32 +40,34 @@ class CostPolicy:
         blocks = seen.cached.cached
         warm = [one for one in seen.combined if one.worker_id in blocks] if blocks else []
         decodes = _most_promising(query, seen.combined, warm, rng)
-        guesses, count = map(query.guess_prefill_ms, seen.prefill), self._settings.prefill_predicted
-        prefills = [PrefillPrediction(query, one) for one in _lowest(seen.prefill, count, guesses, rng)]
         sources = [one for one in warm if one.serving]  # a pool that is to sleep may be gone before the fetch ends
         source = max(sources, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
-        if source is not None and prefills and not query.may_be_local(source):
+        if source is not None and seen.prefill and not query.may_be_local(source):
             source = None
         if not self._settings.prefix_fetches:
             source = None
 
         ways: list[_Way] = []
         for decode in decodes:
-            if not prefills or query.may_be_local(decode.worker):
+            if not seen.prefill or query.may_be_local(decode.worker):
                 ways.append(_Way(decode.local(), decode))
             if source is not None and decode.cached.tokens < query.cached(source).tokens:
                 ways.append(_Way(decode.local(source), decode))
         near_ms = self._near_ms(ways, seen.targets.slo_ttft_ms) if ways else inf
         others: Callable[[], Iterable[Option]] = tuple
-        remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if prefills else []
+        remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if seen.prefill else []
         if remote:
-            least_ms = min([decode.shared_ms for decode in remote]) + min([one.least_ms for one in prefills])
-            least_effort = min([one.uncached_tokens for one in prefills]), True
-            if least_ms > self._displacing_ms(ways, near_ms, least_effort):
-                others = partial(_remote_options, remote, prefills)
-            else:
-                ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
-                near_ms = self._near_ms(ways, seen.targets.slo_ttft_ms)
+            others = partial(self._remote_options, query, seen, remote)
+            shared_ms = min([decode.shared_ms for decode in remote])
+            overhead_ms = min([one.overhead_ms for one in seen.prefill])
+            if shared_ms + min(overhead_ms, seen.targets.slo_ttft_ms) <= near_ms:  # otherwise no prediction could win
+                prefills = self._prefill_predictions(query, seen)
+                least_ms = shared_ms + min([one.least_ms for one in prefills])
+                least_effort = min([one.uncached_tokens for one in prefills]), True
+                if least_ms <= self._displacing_ms(ways, near_ms, least_effort):
+                    others = tuple
+                    ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
+                    near_ms = self._near_ms(ways, seen.targets.slo_ttft_ms)
 
         ways.sort(key=_cost_ms)
         near = [way for way in ways if way.option.cost_ms <= near_ms]
@@ -85,6 +87,16 @@ class CostPolicy:
             predicted=(option, *(way.option for way in ways if way is not chosen)),
             others=others,
         )
+
+    def _prefill_predictions(self, query: PlacementQuery, seen: Situation) -> list[PrefillPrediction]:
+        guesses, count = map(query.guess_prefill_ms, seen.prefill), self._settings.prefill_predicted
+        return [PrefillPrediction(query, one) for one in _lowest(seen.prefill, count, guesses, seen.rng)]
+
+    def _remote_options(
+        self, query: PlacementQuery, seen: Situation, decodes: Sequence[DecodePrediction]
+    ) -> list[Option]:
+        prefills = self._prefill_predictions(query, seen)
+        return [decode.remote(prefill) for decode in decodes for prefill in prefills]
 
     def _displacing_ms(self, ways: Iterable["_Way"], near_ms: float, least_effort: tuple[int, bool]) -> float:
         """The highest cost with which an option of this effort could win over the local ones.
@@ -112,12 +124,7 @@ class _Way(NamedTuple):
     prefill: PrefillPrediction | None = None
 
 
-def _cost_ms(way: _Way) -> float:
-    return way.option.cost_ms
-
-
-def _remote_options(decodes: Sequence[DecodePrediction], prefills: Sequence[PrefillPrediction]) -> list[Option]:
-    return [decode.remote(prefill) for decode in decodes for prefill in prefills]
+_cost_ms = attrgetter("option.cost_ms")
 
 
 def _effort(option: Option) -> tuple[int, bool]:

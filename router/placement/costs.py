@@ -245,11 +245,11 @@ class DecodePrediction:
         self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, prompt.expected_output)
         self._itl_ms = itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
         self._decode_ms = prompt.choices * horizon * itl_ms
-        self._interference_ms = worker.requests * horizon * max(0.0, itl_ms - worker.all_decode_ms)
+        requests = worker.requests
+        self._interference_ms = requests * horizon * max(0.0, itl_ms - worker.all_decode_ms) if requests else 0.0
         self._eviction_ms = query.eviction_ms(worker)
         self._imbalance_ms = query.imbalance_ms(worker)
-        streams = prompt.choices + worker.requests
-        self._slo_violation_ms = streams * query.itl_violation_ms(itl_ms)
+        self._slo_violation_ms = (prompt.choices + requests) * query.itl_violation_ms(itl_ms)
         self._slo_violation_ms += query.no_room_ms(worker)
         self.shared_ms = self._wake_ms + settings.gap_weight * (self._decode_ms + self._interference_ms)
         self.shared_ms += self._eviction_ms + self._imbalance_ms + self._slo_violation_ms
@@ -263,7 +263,7 @@ class DecodePrediction:
         """
         query, worker, cached = self._query, self.worker, self.cached
         prefix = cached if source is None else query.cached(source)
-        tokens = query.prompt.tokens
+        tokens, decodes = query.prompt.tokens, worker.decodes
         uncached = tokens - prefix.tokens if uncached is None else uncached
         prefill = worker.prefill(uncached, tokens - uncached)
         wait_ms, fetch_ms = max(worker.wait_ms(uncached, tokens - uncached, query.now), self._batch_slot_ms), 0.0
@@ -282,8 +282,8 @@ class DecodePrediction:
             prefill_ms=prefill.ms,
             handoff_ms=worker.overhead_ms,
             fetch_ms=fetch_ms,
-            stall_ms=worker.decodes * prefill.delay_ms,
-            slo_violation_ms=worker.decodes * query.itl_violation_ms(prefill.gap_ms),
+            stall_ms=decodes * prefill.delay_ms,
+            slo_violation_ms=decodes * query.itl_violation_ms(prefill.gap_ms) if decodes else 0.0,
         )
 
     def remote(self, prefill: PrefillPrediction) -> Option:
