@@ -166,7 +166,7 @@ class Scheduler:
 
     def wants_prefill(self, now: float = 0.0) -> bool:
         """True if `schedule_prefills` may find something to do."""
-        return bool(self._prefilling) or self._admission.first(now, self._limits) is not None
+        return bool(self._prefilling) or self._next_waiting(now) is not None
 
     def schedule_prefills(self, step: Plan, budget: PrefillBudget, now: float = 0.0) -> Plan:
         """Adds prefills to the step that `schedule_decodes` began, within the budget, starting waiting sequences.
@@ -206,7 +206,7 @@ class Scheduler:
 
     def may_start(self, now: float = 0.0) -> bool:
         """True if a waiting sequence may start, unless the last `schedule_prefills` found that none can."""
-        return self._exhausted_at != self.version and self._admission.first(now, self._limits) is not None
+        return self._exhausted_at != self.version and self._next_waiting(now) is not None
 
     def stuck(self, now: float = 0.0) -> Sequence | None:
         """The sequence that can't go on or start, if the plan is empty."""
@@ -424,8 +424,14 @@ class Scheduler:
     def _limits(self) -> AdmissionLimits:
         return AdmissionLimits(self._free_rows, self.headroom, self.version)
 
+    def _next_waiting(self, now: float) -> Sequence | None:
+        """The waiting sequence to start next; None if there is none, or if it is known not to fit."""
+        return self._admission.first(now, self._limits) if self.waiting else None
+
     def _start_next(self, fits: Fits, now: float) -> Sequence | None:
         """Starts the next waiting sequence whose work fits. Returns None if none can start."""
+        if not self.waiting:
+            return None
         while isinstance(taken := self._admission.take_next(fits, now, self._limits), WaitsForPrefix):
             taken.seq.state = SequenceState.WAITING_FOR_PREFIX
             self.cache.pending.wait(taken.seq, taken.block)
