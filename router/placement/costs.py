@@ -80,7 +80,9 @@ class PlacementQuery:
         self.behind_combined, self.behind_prefill = seen.behind_combined, seen.behind_prefill
         self._gap_weight, self._min_balanced = settings.gap_weight, settings.min_balanced
         self._evicted_reuse = seen.evicted_reuse
-        self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
+        self.slo_ttft_ms = seen.targets.slo_ttft_ms
+        self.safe_ttft_ms = settings.safe_share * self.slo_ttft_ms
+        self._ttft_miss_ms = settings.ttft_miss * self.slo_ttft_ms
         self._itl_miss_ms = settings.itl_miss * seen.targets.slo_itl_ms
         requests = prompt.choices + sum([worker.requests for worker in seen.combined])
         self._share_by_speed = settings.balanced_share * requests / sum([worker.speed for worker in seen.combined])
@@ -337,9 +339,11 @@ class DecodePrediction:
         stall_ms: float = 0.0,
         slo_violation_ms: float = 0.0,
     ) -> Option:
+        query, computing_ms = self._query, prefill_ms + fetch_ms
         ttft_ms = wake_ms + wait_ms + prefill_ms + handoff_ms
-        slo_violation_ms += self._query.ttft_violation_ms(ttft_ms)
-        late_ms, computing_ms = self._query.late_ms(ttft_ms), prefill_ms + fetch_ms
+        if ttft_ms > query.safe_ttft_ms:
+            slo_violation_ms += query.ttft_violation_ms(ttft_ms)
+        late_ms = ttft_ms - query.slo_ttft_ms if ttft_ms > query.slo_ttft_ms else 0.0
         cost = Cost(
             wake_ms,
             wait_ms,
@@ -365,7 +369,7 @@ class DecodePrediction:
             ttft_ms,
             self._itl_ms,
             gaps_ms,
-            sum(cost) + (self._query.settings.gap_weight - 1) * gaps_ms,
+            sum(cost) + (query.settings.gap_weight - 1) * gaps_ms,
             cost,
         )
 
