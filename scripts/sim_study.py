@@ -98,7 +98,7 @@ WRONG_POLICIES: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 """Policies of the part `wrong`, with their numbers of prefill workers."""
 
-STARTS = (0, 4, 8, 11)
+STARTS = (0, 1, 4, 8, 11)
 """Numbers of prefill workers of the part `planner`."""
 
 OVERLOADS: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -110,7 +110,7 @@ OVERLOADS: tuple[tuple[float, dict[str, Any]], ...] = (
 PLANNED_REQUESTS = 6000
 """Measured requests of a cell of the part `planner`, if --duration allows; but at least 10 s."""
 
-SPLITS = (0.0, 0.125, 0.25, 0.5, 0.6875)
+SPLITS = (0.0, 0.0625, 0.25, 0.5, 0.6875)
 """Shares of prefill workers in the part `day`."""
 
 DAY_RATE = 25.0
