@@ -79,7 +79,7 @@ class _Account(Generic[T]):
     entries: list[_Entry[T]] = field(default_factory=list)
 
     def first(self, now: float) -> _Entry[T]:
-        return self.entries[0] if len(self.entries) == 1 else next(self.in_order(now))
+        return next(self.in_order(now)) if len(self.entries) > 1 else self.entries[0]
 
     def in_order(self, now: float) -> Iterator[_Entry[T]]:
         entries = self.entries

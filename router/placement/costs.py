@@ -67,6 +67,7 @@ class PlacementQuery:
 
     Attributes:
         horizon: Tokens of each choice over which delays of later tokens are counted.
+        safe_ttft_ms: Time to first token up to which nothing is late, or close to it.
     """
 
     def __init__(self, seen: Situation, settings: PolicySettings) -> None:
@@ -80,9 +81,8 @@ class PlacementQuery:
         self.behind_combined, self.behind_prefill = seen.behind_combined, seen.behind_prefill
         self._gap_weight, self._min_balanced = settings.gap_weight, settings.min_balanced
         self._evicted_reuse = seen.evicted_reuse
-        self.slo_ttft_ms = seen.targets.slo_ttft_ms
-        self.safe_ttft_ms = settings.safe_share * self.slo_ttft_ms
-        self._ttft_miss_ms = settings.ttft_miss * self.slo_ttft_ms
+        self.safe_ttft_ms = settings.safe_share * seen.targets.slo_ttft_ms
+        self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
         self._itl_miss_ms = settings.itl_miss * seen.targets.slo_itl_ms
         requests = prompt.choices + sum([worker.requests for worker in seen.combined])
         self._share_by_speed = settings.balanced_share * requests / sum([worker.speed for worker in seen.combined])
@@ -341,9 +341,10 @@ class DecodePrediction:
     ) -> Option:
         query, computing_ms = self._query, prefill_ms + fetch_ms
         ttft_ms = wake_ms + wait_ms + prefill_ms + handoff_ms
+        late_ms = 0.0
         if ttft_ms > query.safe_ttft_ms:
             slo_violation_ms += query.ttft_violation_ms(ttft_ms)
-        late_ms = ttft_ms - query.slo_ttft_ms if ttft_ms > query.slo_ttft_ms else 0.0
+            late_ms = query.late_ms(ttft_ms)
         cost = Cost(
             wake_ms,
             wait_ms,
