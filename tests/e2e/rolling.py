@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any, NamedTuple
 
 import httpx
@@ -40,8 +41,6 @@ STEADY_S = 10.0
 DRAIN_S = 1.0
 """Time that the drained worker has before its streams move: most of its streams last longer."""
 READY_S = 120.0
-UNUSED = 500
-"""First of the token ids that no prompt of the streams begins with."""
 CHANGES, CHANGE_S = 10, 30.0
 """Number of changes of roles, and seconds between them. Each changes a combined and a prefill worker, or them back."""
 
@@ -156,8 +155,11 @@ class Load:
         return any(one["outcome"].startswith("parked") for one in answer.json()["placements"])
 
 
-def _first_answer(url: str, name: str, address: str, key: str) -> tuple[float, list[float]]:
+def _first_answer(url: str, name: str, address: str, key: str, seed: int) -> tuple[float, list[float]]:
     """Makes a worker combined and asks for one token after another until it answers, in a process without other work.
+
+    Args:
+        seed: Of the prompts, so that no worker has any of them cached.
 
     Returns:
         Seconds from the command to the worker's first token, and from each question to its token.
@@ -165,18 +167,19 @@ def _first_answer(url: str, name: str, address: str, key: str) -> tuple[float, l
 
     async def ask() -> tuple[float, list[float]]:
         asked_s: list[float] = []
+        random = Random(seed)
         async with client(url) as http, asyncio.timeout(READY_S):
             await http.get("/health")  # imports and connects before the clock runs
             begun_s = time.monotonic()
             await asyncio.to_thread(set_role, name, address, key, "combined")
-            for unused in range(UNUSED, UNUSED + 1000):
+            while True:
+                unseen = [random.randrange(10, 410) for _ in range(SHORT)]
                 since_s = time.monotonic()
-                answer = await complete(http, [unused, *prompt(1)], stream=True, max_tokens=1)
+                answer = await complete(http, unseen, stream=True, max_tokens=1)
                 now_s = time.monotonic()
                 asked_s.append(now_s - since_s)
                 if answer.worker == name:
                     return now_s - begun_s, asked_s
-            raise AssertionError(f"{name} answers nothing")
 
     return asyncio.run(ask())
 
@@ -336,7 +339,7 @@ async def _measure(
         for number in range(CHANGES):
             now_combined, now_prefill = (other, one) if number % 2 == 0 else (one, other)
             began_s = time.monotonic()
-            first = apart.submit(_first_answer, url, now_combined, workers[now_combined], key)
+            first = apart.submit(_first_answer, url, now_combined, workers[now_combined], key, number)
             found_s, asked_s = await asyncio.wrap_future(first)
             first_s.append(found_s)
             probes_s.extend(asked_s)
