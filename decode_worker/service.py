@@ -57,6 +57,11 @@ class DecodeService:
         return bool(self._requests)
 
     @property
+    def waiting(self) -> int:
+        """Number of requests that the engine does not have yet."""
+        return self._coordinator.waiting
+
+    @property
     def waits_for_pages(self) -> bool:
         """True while a request may wait for pages that another worker computes."""
         return self._coordinator.waits_for_pages
@@ -67,7 +72,7 @@ class DecodeService:
         expected = max(1.0, self._mean_output)
         return Outlook(
             requests=len(requests),
-            under_way=self._coordinator.waiting,
+            under_way=self.waiting,
             deadlines=[request.deadline(slo_itl_s) for request in requests],
             tokens_left=max(
                 (max(expected - request.mean_output, expected / 4) for request in requests if request.started),
@@ -92,7 +97,7 @@ class DecodeService:
 
     def add_load(self, load: pb.Load) -> None:
         """Adds the requests that the engine does not know yet."""
-        load.waiting += self._coordinator.waiting
+        load.waiting += self.waiting
         load.remote_prefills.update(self._coordinator.remote_prefills)
         load.prefix_fetches.update(self._coordinator.prefix_fetches)
         load.transfer_failures.update(self._coordinator.failures)

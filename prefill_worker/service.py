@@ -47,6 +47,11 @@ class PrefillService:
         """True while a job has not ended."""
         return bool(self._jobs)
 
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that the engine does not have yet."""
+        return self._queue.waiting_work.seqs
+
     def after_pass(self, engine: Engine, output: StepOutput | None) -> None:
         """Pins the pages that a step has finished, before the engine can release them."""
         if output is None:
@@ -83,7 +88,7 @@ class PrefillService:
         """Adds the jobs that the engine does not know yet."""
         queue = self._queue
         work = queue.waiting_work
-        load.waiting += work.seqs
+        load.waiting += self.waiting
         load.waiting_tokens += work.tokens
         load.queued_tokens += queue.waiting_tokens
         queue_ms = self._prefill_ms(work)

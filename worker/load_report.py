@@ -5,7 +5,7 @@ calls: requests of `decode_worker/service.py` and `prefill_worker/service.py`, p
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import EngineStats
@@ -53,23 +53,31 @@ class LoadReporter:
 
     Args:
         current: Returns the current report.
-        publish: Sends it to all routers.
+        urgent: Returns what routers should know at once if it changes. Cheap: asked after every step.
+        publish: Sends a report to all routers.
     """
 
-    def __init__(self, current: Callable[[], pb.Load], publish: Callable[[pb.Load], None]) -> None:
+    def __init__(
+        self,
+        current: Callable[[], pb.Load],
+        urgent: Callable[[], Hashable],
+        publish: Callable[[pb.Load], None],
+    ) -> None:
         self._current = current
+        self._urgent = urgent
         self._publish = publish
         self._loop = asyncio.get_running_loop()
         self._last = pb.Load()
+        self._last_urgent: Hashable = None
         self._due: asyncio.TimerHandle | None = None
         self._beat = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
     def changed(self) -> None:
         """Publishes the report if it has changed: now, or when INTERVAL_S has passed since the last one."""
-        load = self._current()
-        if load == self._last:
+        if self._due is not None and self._urgent() == self._last_urgent:
             return
-        if self._due is None or _urgent(load) != _urgent(self._last):
+        load = self._current()
+        if load != self._last:
             self._send(load)
 
     def close(self) -> None:
@@ -81,7 +89,7 @@ class LoadReporter:
     def _send(self, load: pb.Load) -> None:
         if self._due is not None:
             self._due.cancel()
-        self._last = load
+        self._last, self._last_urgent = load, self._urgent()
         self._due = self._loop.call_later(INTERVAL_S, self._interval_passed)
         self._publish(load)
 
@@ -93,8 +101,3 @@ class LoadReporter:
         self._beat = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
         if self._due is None:
             self._send(self._current())
-
-
-def _urgent(load: pb.Load) -> tuple[int, int, int, bool]:
-    """What routers should know at once."""
-    return load.state, load.role, load.residency.state, load.running == 0 and load.waiting == 0

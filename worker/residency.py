@@ -199,9 +199,14 @@ class Residency:
         self._own = replace(self._own, pin=pinned)
         self._look_now.set()
 
+    @property
+    def state(self) -> ModelState:
+        """The state that the worker's load reports tell."""
+        return ModelState.WAKING if self._resident is None else self._resident.state
+
     def report(self) -> pb.Residency:
         """Returns the part of a load report."""
-        state = ModelState.WAKING if self._resident is None else self._resident.state
+        state = self.state
         report = pb.Residency(
             state=_TO_WIRE[state],
             pinned=bool(self._own.pin),

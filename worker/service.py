@@ -36,6 +36,10 @@ from worker.wire_format import InvalidRequestError
 class Part(Protocol):
     """A part of a worker. Runs on the event loop."""
 
+    @property
+    def waiting(self) -> int:
+        """Number of requests that the engine does not have yet."""
+
     def update(self, update: Update) -> None:
         """Handles the results of a pass."""
 
@@ -135,6 +139,11 @@ class WorkerService:
     def busy(self) -> bool:
         """True while a request or prefill request has not ended. Quarantined pages don't count."""
         return bool(self.decode.busy or self._server.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that the engine does not have yet."""
+        return self.decode.waiting + self.prefill.waiting
 
     @property
     def served(self) -> int:

@@ -40,6 +40,7 @@ from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
 from cpd.common.tls import make_certificate, without_fingerprint
 from cpd.common.trust import cluster_secret, is_loopback
+from cpd.residency.snapshot import ModelState
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
@@ -213,7 +214,7 @@ class Worker:
         )
         if self._sleeper is not None:
             self._sleeper.attach(self._service, lambda: self._stats)
-        self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
+        self._reporter = LoadReporter(self._current_load, self._urgent_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.after_pass, self._service.update, self._sessions.publish, self._take_stats)
         self._stats = await self._engine.call(Engine.stats)  # so that also the first report tells the free pages
@@ -344,6 +345,10 @@ class Worker:
         if self._residency is not None:
             load.residency.CopyFrom(self._residency.report())
         return load
+
+    def _urgent_load(self) -> tuple[pb.State.ValueType, Role, ModelState | None, bool]:
+        busy = self._stats.running + self._stats.waiting + self._service.waiting > 0
+        return self._state, self._role, self._residency.state if self._residency is not None else None, busy
 
     def _hello(self) -> pb.Hello:
         colocation = self._loaded.engine.colocation

@@ -66,8 +66,9 @@ class Admission:
 
     def release_body(self) -> None:
         """The body is not needed any more."""
-        self._limits.use(self._tenant).body_bytes -= self.body_bytes
-        self.body_bytes = 0
+        if self.body_bytes:
+            self._limits.use(self._tenant).body_bytes -= self.body_bytes
+            self.body_bytes = 0
 
     def charge(self, tokens: int) -> None:
         """Takes tokens from the tenant's bucket."""
@@ -131,12 +132,13 @@ class TenantLimits:
 
     def _at(self, tenant: Tenant, now: float) -> _Use:
         """What a tenant uses, with the tokens that it has got since."""
-        capacity = self._tokens_per_s(tenant) * MINUTE_S
         use = self._uses.get(tenant.name)
         if use is None:
-            use = self._uses[tenant.name] = _Use(capacity, now)
-        use.tokens = min(capacity, use.tokens + self._tokens_per_s(tenant) * (now - use.at))
-        use.at = now
+            use = self._uses[tenant.name] = _Use(self._tokens_per_s(tenant) * MINUTE_S, now)
+        if tenant.limits.tokens_per_minute:
+            per_s = self._tokens_per_s(tenant)
+            use.tokens = min(per_s * MINUTE_S, use.tokens + per_s * (now - use.at))
+            use.at = now
         return use
 
     def _calls(self, tenant: Tenant) -> int:

@@ -6,7 +6,7 @@ is no longer listed is kept until its session ends.
 
 import asyncio
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -114,7 +114,9 @@ class Workers:
     @property
     def ready(self) -> bool:
         """True if it is settled and a worker takes requests."""
-        return self.settled and any(_takers(self._sessions.values()))
+        return self.settled and any(
+            one.live and (one.role == "combined" or one.takes_any) for one in self._sessions.values()
+        )
 
     @property
     def residency(self) -> Residency | None:
@@ -257,8 +259,7 @@ class Workers:
         self._model = None
 
 
-def _takers(sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
+def _takers(sessions: Collection[WorkerSession]) -> list[WorkerSession]:
     """Those of the workers that take requests."""
-    live = [session for session in sessions if session.live]
-    combined = [session for session in live if session.role == "combined"]
-    return combined or [session for session in live if session.takes_any]
+    combined = [session for session in sessions if session.role == "combined" and session.live]
+    return combined or [session for session in sessions if session.takes_any and session.live]

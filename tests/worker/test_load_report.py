@@ -18,9 +18,14 @@ class Worker:
     def __init__(self) -> None:
         self.load = pb.Load(state=pb.STATE_READY)
         self.published: list[pb.Load] = []
-        self.reporter = LoadReporter(self._current, self.published.append)
+        self.counted = 0
+        self.reporter = LoadReporter(self._current, self._urgent, self.published.append)
+
+    def _urgent(self) -> tuple[int, int, bool]:
+        return self.load.state, self.load.residency.state, self.load.running + self.load.waiting > 0
 
     def _current(self) -> pb.Load:
+        self.counted += 1
         load = pb.Load()
         load.CopyFrom(self.load)
         return load
@@ -37,6 +42,7 @@ async def test_the_first_change_is_sent_at_once_and_the_last_is_never_lost() -> 
     for running in range(2, 50):
         worker.set(running=running)
     assert len(worker.published) == 1
+    assert worker.counted == 1  # no report is made before one is due
     await eventually(lambda: worker.published[-1].running == 49)
     assert len(worker.published) == 2
     worker.reporter.close()
