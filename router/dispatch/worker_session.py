@@ -170,6 +170,11 @@ class WorkerSession:
         return self.state == "ready"
 
     @property
+    def may_serve(self) -> bool:
+        """True if requests of clients can be placed on the worker, at least while there is no combined one."""
+        return self.live and (self.role == "combined" or self.takes_any)
+
+    @property
     def drained(self) -> bool:
         """True if the worker has ended in order, after a drain."""
         return self._drained

@@ -114,9 +114,7 @@ class Workers:
     @property
     def ready(self) -> bool:
         """True if it is settled and a worker takes requests."""
-        return self.settled and any(
-            one.live and (one.role == "combined" or one.takes_any) for one in self._sessions.values()
-        )
+        return self.settled and any(session.may_serve for session in self._sessions.values())
 
     @property
     def residency(self) -> Residency | None:
@@ -262,4 +260,4 @@ class Workers:
 def _takers(sessions: Collection[WorkerSession]) -> list[WorkerSession]:
     """Those of the workers that take requests."""
     combined = [session for session in sessions if session.role == "combined" and session.live]
-    return combined or [session for session in sessions if session.takes_any and session.live]
+    return combined or [session for session in sessions if session.may_serve]
