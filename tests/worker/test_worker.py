@@ -182,6 +182,22 @@ async def test_a_worker_announces_another_role_at_once(redis_url: str) -> None:
             assert answer.refusal is None
 
 
+async def test_role_and_drain_are_reported_before_the_next_report_is_due(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.load_report.INTERVAL_S", 3600.0)
+    monkeypatch.setattr("worker.load_report.HEARTBEAT_S", 3600.0)
+    started = running("combined", redis_url, network=LocalNetwork(), secret_file=secret_file())
+    metadata = admin_metadata(ClusterSecret(SECRET).admin_key)
+    async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w, token=SECRET) as c:
+        admin: Any = rpc.AdminStub(channel)
+        for role in (pb.ROLE_PREFILL, pb.ROLE_COMBINED):
+            await admin.SetRole(pb.SetRoleRequest(role=role), metadata=metadata, timeout=20)
+            await eventually(lambda role=role: c.load.role == role)
+        await c.drain()
+        await eventually(lambda: c.load.state == pb.STATE_DRAINING)
+
+
 async def test_the_trace_describes_each_step(redis_url: str) -> None:
     async with (
         running("combined", redis_url, network=LocalNetwork()) as w,
