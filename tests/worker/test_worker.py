@@ -182,18 +182,30 @@ async def test_a_worker_announces_another_role_at_once(redis_url: str) -> None:
             assert answer.refusal is None
 
 
-async def test_role_and_drain_are_reported_before_the_next_report_is_due(
+async def test_work_role_and_drain_are_reported_before_the_next_report_is_due(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.load_report.INTERVAL_S", 3600.0)
     monkeypatch.setattr("worker.load_report.HEARTBEAT_S", 3600.0)
-    started = running("combined", redis_url, network=LocalNetwork(), secret_file=secret_file())
+    monkeypatch.setattr("worker.async_engine.STATS_INTERVAL_S", 0.0)
+    gate = Gate()
+    load = fake_loader(before_step=gate.wait)
+    started = running("combined", redis_url, network=LocalNetwork(), load=load, secret_file=secret_file())
     metadata = admin_metadata(ClusterSecret(SECRET).admin_key)
     async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w, token=SECRET) as c:
+        await c.done(await c.submit(make_request("a", prompt(8), max_tokens=3), 1))
+        gate.close()
+        answer = await c.submit(make_request("b", prompt(8), max_tokens=3), 2)
+        gate.open_once()
+        await eventually(lambda: c.load.running == 1)
+        gate.open()
+        await c.done(answer)
+        await eventually(lambda: c.load.running == 0)
         admin: Any = rpc.AdminStub(channel)
-        for role in (pb.ROLE_PREFILL, pb.ROLE_COMBINED):
-            await admin.SetRole(pb.SetRoleRequest(role=role), metadata=metadata, timeout=20)
-            await eventually(lambda role=role: c.load.role == role)
+        await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_PREFILL), metadata=metadata, timeout=20)
+        await eventually(lambda: c.load.role == pb.ROLE_PREFILL)
+        await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_COMBINED), metadata=metadata, timeout=20)
+        await eventually(lambda: c.load.role == pb.ROLE_COMBINED)
         await c.drain()
         await eventually(lambda: c.load.state == pb.STATE_DRAINING)
 
