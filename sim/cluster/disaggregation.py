@@ -61,7 +61,8 @@ class PlacedRequest:
         prefix_source: Combined worker from whose cache the first blocks may be fetched; only without prefill workers.
         long_prefill_tokens: Up to this many uncached tokens are computed locally in any case.
         on_first: Called when P has the first token, with that token and the number of cached prompt tokens.
-        on_refused: Called if no worker's queue has room.
+        on_refused: Called if the combined worker's queue is full.
+        on_rerouted: Called if no prefill worker takes the prompt.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class PlacedRequest:
     long_prefill_tokens: int
     on_first: Callable[[Output, int], None]
     on_refused: Done
+    on_rerouted: Done
 
 
 class DecodeSide:
@@ -126,7 +128,7 @@ class DecodeSide:
             fetch = PrefixFetch(placed, self, source, missing)
             self.deliver(fetch.ask)
         elif tried == len(placed.prefill):
-            placed.on_refused()
+            placed.on_rerouted()
         else:
             if missing:
                 self._arriving[missing] = []

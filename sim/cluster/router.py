@@ -10,6 +10,7 @@ from cpd.planner.capacity import Fleet
 from cpd.planner.load import LoadMeter, RequestClass
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent, Finish, Output, Request
+from router.dispatch.dispatcher import MAX_QUEUE_FULL
 from router.placement.candidate import Candidate
 from router.placement.learning import Learning
 from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
@@ -37,7 +38,9 @@ class RequestState:
         remote: Whether a prefill worker computed the prompt, once known.
         decode, prefill: Workers of the last placement; equal if the prompt is computed locally.
         placement, placed_at: The last placement and its time.
-        refused_by: Workers whose queue was full.
+        refused_by: Combined workers that have refused it.
+        queues_full: Number of those whose queue was full.
+        failed_prefill: Prefill workers that have refused it.
         measured: Its class in the measured load.
     """
 
@@ -54,6 +57,8 @@ class RequestState:
     placement: Placement | None = None
     placed_at: float = 0.0
     refused_by: set[str] = field(default_factory=set)
+    queues_full: int = 0
+    failed_prefill: frozenset[str] = frozenset()
     measured: RequestClass | None = None
 
 
@@ -101,7 +106,10 @@ class SimRouter:
         request, now = state.request, self._events.now
         self._requests[request.id] = state
         combined = self._candidates("combined", state.refused_by)
-        if not combined:
+        if not combined and not state.queues_full:
+            state.refused_by.clear()
+            combined = self._candidates("combined", frozenset())
+        if not combined or state.queues_full == MAX_QUEUE_FULL:
             del self._requests[request.id]
             state.on_refused(state)
             return
@@ -112,7 +120,7 @@ class SimRouter:
                 expected_output=self.learning.expected_output(""),
             ),
             combined,
-            self._candidates("prefill", frozenset()),
+            self._candidates("prefill", state.failed_prefill),
             self._index.cached_prefixes(request.block_hashes),
             self._targets,
             now,
@@ -126,7 +134,7 @@ class SimRouter:
         if state.measured is None:
             state.measured = self._measure(situation)
         placement = self._policy.place(situation)
-        if not state.refused_by:
+        if state.placement is None:
             self.learning.placed(situation, placement)
         state.decode, state.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
         state.placement, state.placed_at = placement, now
@@ -139,6 +147,7 @@ class SimRouter:
             long_prefill_tokens=placement.long_prefill_tokens,
             on_first=lambda output, tokens: self._first_by_other(state, output, tokens),
             on_refused=lambda: self._events.after(self._network_s, self._refused, state),
+            on_rerouted=lambda: self._events.after(self._network_s, self._rerouted, state, placement),
         )
         self._events.at(now + self._network_s, self._sides[state.decode].take, placed)
 
@@ -189,6 +198,14 @@ class SimRouter:
             self.learning.first_token(estimate.errors, placement, actual_ms, now)
 
     def _refused(self, state: RequestState) -> None:
+        state.queues_full += 1
+        self._again(state)
+
+    def _rerouted(self, state: RequestState, placement: Placement) -> None:
+        state.failed_prefill |= {one.worker_id for one in placement.prefill}
+        self._again(state)
+
+    def _again(self, state: RequestState) -> None:
         self._loads[state.prefill].prompt_answered(state.number)
         self._loads[state.decode].sequences_ended(1)
         state.refused_by.add(state.decode)

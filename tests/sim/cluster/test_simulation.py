@@ -4,7 +4,10 @@ import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.performance.model import Profile, Work
+from router.placement.candidate import Candidate
 from router.placement.policies import POLICIES
+from router.placement.policy import Situation
+from sim.cluster import policies
 from sim.cluster.mistakes import scaled
 from sim.cluster.policies import SYSTEMS
 from sim.cluster.settings import SimSettings
@@ -113,6 +116,30 @@ def test_requests_fail_if_all_queues_are_full() -> None:
     errors = [record.error for record in outcome.records]
     assert 0 < errors.count("http_429") < 8
     assert set(errors) == {"", "http_429"}
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+
+
+def test_a_request_fails_after_three_full_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def spied(seen: Situation) -> tuple[Candidate, Candidate | None]:
+        tried.append(seen.prompt.tokens)
+        return sglang(seen)
+
+    sglang = policies._sglang
+    monkeypatch.setattr(policies, "_sglang", spied)
+    before = [one_turn(0.0, prompt(1900, i), 2) for i in range(20)]
+    outcome, _ = simulate("sglang", *before, one_turn(0.01, prompt(2999, 20), 2), workers=5, max_queue_tokens=4000)
+    assert outcome.records[-1].error == "http_429"
+    assert tried.count(2999) == 3
+
+
+def test_a_prompt_that_no_prefill_worker_takes_is_computed_by_a_combined_one() -> None:
+    sessions = [one_turn(0.001 * i, prompt(3000, i), 2) for i in range(3)]
+    outcome, cluster = simulate("static-pd", *sessions, max_queue_tokens=4000)
+    assert [record.error for record in outcome.records] == ["", "", ""]
+    assert [record.route for record in outcome.records] == ["remote", "remote", "local"]
     for worker in cluster.workers:
         worker.engine.check_integrity()
 
