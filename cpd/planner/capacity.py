@@ -13,20 +13,15 @@ takes `local_ms(k)` beside them, on the prefill lane or in their batch, and dela
                     slo_itl allow
     good          = decoded · Σ rate · (1 - late)
 
-Prompts of prefill workers wait in one queue of all `m` of them. So do prompts of combined workers that find nothing
-there but what all of them have cached; the others wait in queues of `m = QUEUE_WORKERS`. Prefill workers get the
-prompts whose computing takes them the least compared with a combined worker, as long as they are no busier than these.
-If not all can be in time, the prompts that take longest are given up, as workers do (engine/scheduling/fair_queue.py):
-as many as leaves the most good requests.
+Prompts of prefill workers wait in one queue of all `m` of them, those of combined workers, which look for a cache, in
+queues of `m = QUEUE_WORKERS`. Prefill workers get the prompts whose computing takes them the least compared with a
+combined worker, as long as they are no busier than these. If not all can be in time, the prompts that take longest are
+given up, as workers do (engine/scheduling/fair_queue.py): as many as leaves the most good requests. That they are
+computed late, and what of it others notice, is left out: it is about the same with every number.
 
 Combined workers hold the caches that later turns look for. What requests find because only some workers have it cached
 is proportional to the number of combined workers. With fewer of them, some requests find only what all workers have.
 With more, some find their whole prompt: requests of any length, since nothing tells which ones missed it.
-
-Prompts that are given up are computed late. Prefill workers do that, if there are any (router/placement/costs.py), and
-LATE_SHARE of their time is lost for others. Without, combined workers compute them whenever no other prompt waits. So
-each prompt waits for one that is under way (C = 1, in queues of QUEUE_WORKERS), and as large a share of what is found
-is lost as is given up. These are rules that agree with simulations (docs/decisions/0063-one-prefill-worker.md).
 """
 
 from collections.abc import Sequence
@@ -52,9 +47,6 @@ QUEUE_WORKERS = 2
 """Among how many combined workers a prompt that looks for a cache can choose. With 2, predictions agree with
 simulations (docs/decisions/0038-planner.md)."""
 
-LATE_SHARE = 0.3
-"""Share of the prefill workers' time that late prompts take beyond what they take of combined workers' time."""
-
 MOST_FOUND = 0.5
 """The largest share of what is computed now that more combined workers might find."""
 
@@ -66,8 +58,6 @@ MAX_BUSY = 0.98
 
 GIVEN_UP = (0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
 """Shares of the prompts' work that might be given up."""
-
-_SOME_GIVEN_UP = np.array(GIVEN_UP)[:, None] > 0
 
 _SPREAD = 0.1
 """Relative uncertainty of predicted times: of prompts that just fit into the target, half are late."""
@@ -175,9 +165,6 @@ class CapacityModel:
         less = [replace(one, local_tokens=max(one.local_tokens, one.remote_tokens)) for one in demands]
         more = [replace(one, local_tokens=1) for one in demands]
         demands = [*demands, *less, *more]
-        self._anywhere = np.array(  # they find no more on one worker than on another
-            [one.local_tokens >= (1 - EQUAL) * one.remote_tokens for one in demands]
-        )
         self._outputs = np.array([one.output_tokens for one in demands])
         decoding = np.tile(self._measured, 3) * self._outputs
         contexts = np.array([one.prompt_tokens + one.output_tokens / 2 for one in demands])
@@ -198,12 +185,6 @@ class CapacityModel:
         self._longest_first = np.argsort(-self._local_ms[0], kind="stable")
         gain = self._remote_ms / self._local_ms[0]
         self._remote_order = np.lexsort((-self._remote_ms, np.round(gain, 2)))
-        self._lost_now = 0.0
-        if not current:
-            as_measured = np.concatenate([self._measured, np.zeros(2 * len(self._measured))])
-            rates = self._kept(np.broadcast_to(as_measured, (len(GIVEN_UP), 1, len(demands))))
-            good = self._served(rates, np.zeros(1), np.full(1, float(fleet.count))).good[:, 0]
-            self._lost_now = GIVEN_UP[int((good >= (1 - EQUAL) * good.max()).argmax())]
 
     def predict(self, prefill_workers: Sequence[int], scale: float = 1.0, workers: int = 0) -> list[Prediction]:
         """Predicts for these numbers of prefill workers, each below that of the workers.
@@ -214,7 +195,7 @@ class CapacityModel:
         """
         numbers = np.array(prefill_workers, dtype=float)
         combined = (workers or self._fleet.count) - numbers
-        rates = self._kept(scale * self._rates(numbers, combined))  # [given up, number, demand]
+        rates = self._kept(scale * self._rates(combined))  # [given up, number, demand]
         served = self._served(rates, numbers, combined)
         best = served.good.argmax(axis=0)
         total = scale * self._measured.sum()
@@ -227,7 +208,7 @@ class CapacityModel:
                     number,
                     float(served.good[row, column]),
                     float(served.good[row, column] / total),
-                    float(work / number + (LATE_SHARE if row else 0)) if number else 0.0,
+                    float(work / number) if number else 0.0,
                     float(served.local_busy[row, column]),
                     float(served.streams[row, column]),
                 )
@@ -236,41 +217,36 @@ class CapacityModel:
 
     def _served(self, rates: Floats, numbers: Floats, combined: Floats) -> _Served:
         """Serves requests at these rates [given up, number, demand]."""
-        prefill = numbers * np.where(_SOME_GIVEN_UP, 1 - LATE_SHARE, 1)  # without what late prompts take
         # the most work that prefill workers take without being busier than combined ones
         low, high = np.zeros(rates.shape[:2]), np.ones(rates.shape[:2])
         for _ in range(_BALANCE_STEPS):
             busy = (low + high) / 2
-            local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * prefill), combined)
+            local_busy, _, _ = self._combined(rates, self._remote_share(rates, busy * numbers), combined)
             less = local_busy < busy
             low, high = np.where(less, low, busy), np.where(less, busy, high)
-        remote = self._remote_share(rates, high * prefill)
+        remote = self._remote_share(rates, high * numbers)
         local_busy, streams, decoded = self._combined(rates, remote, combined)
-        good = decoded * self._in_time(rates, remote, local_busy, streams, prefill, combined)
+        good = decoded * self._in_time(rates, remote, local_busy, streams, numbers, combined)
         return _Served(good, remote, local_busy, streams)
 
-    def _rates(self, numbers: Floats, combined: Floats) -> Floats:
-        """Rates of the demands as measured, of those that find less, and of those that find all.
-
-        The shape is [given up, number, demand].
-        """
-        lost = np.where(numbers == 0, np.array(GIVEN_UP)[:, None], 0.0)
-        kept = combined / self._combined_now * (1 - lost) / (1 - self._lost_now)
+    def _rates(self, combined: Floats) -> Floats:
+        """Rates of the demands as measured, of those that find less, and of those that find all. [number, demand]"""
+        kept = combined / self._combined_now
         less = np.maximum(1 - kept, 0)
         more = np.clip((kept - 1) * self._found, 0, MOST_FOUND)
-        shares = np.stack([1 - less - more, less, more], 2)
-        result: Floats = (shares[..., None] * self._measured).reshape(*kept.shape, -1)
+        shares = np.stack([1 - less - more, less, more], 1)
+        result: Floats = (shares[..., None] * self._measured).reshape(len(combined), -1)
         return result
 
     def _kept(self, rates: Floats) -> Floats:
         """Rates of what is served if each of GIVEN_UP of the work is given up, the longest prompts first.
 
-        Both shapes are [given up, number, demand].
+        The shape is [given up, number, demand].
         """
-        work = (rates * self._local_ms[0])[..., self._longest_first]
-        before = np.cumsum(work, axis=2) - work
-        given_up = np.array(GIVEN_UP)[:, None, None] * work.sum(axis=2)[..., None]
-        kept = np.empty_like(work)
+        work = (rates * self._local_ms[0])[:, self._longest_first]
+        before = np.cumsum(work, axis=1) - work
+        given_up = np.array(GIVEN_UP)[:, None, None] * work.sum(axis=1)[:, None]
+        kept = np.empty((len(GIVEN_UP), *work.shape))
         kept[..., self._longest_first] = 1 - np.clip((given_up - before) / np.maximum(work, 1e-12), 0, 1)
         result: Floats = kept * rates
         return result
@@ -303,31 +279,25 @@ class CapacityModel:
         local_ms = np.stack(
             [_at(np.broadcast_to(ms, (*streams.shape, len(ms))), streams) for ms in self._local_ms.T], 2
         )
-        few, all_combined = np.minimum(QUEUE_WORKERS, combined)[:, None], combined[:, None]
-        late_local = np.where(
-            (_SOME_GIVEN_UP & (prefill == 0))[:, :, None],
-            self._late(local_rates, local_ms, local_busy, few, always_waits=True),
-            self._late(local_rates, local_ms, local_busy, np.where(self._anywhere, all_combined, few)),
-        )
+        late_local = self._late(local_rates, local_ms, local_busy, np.minimum(QUEUE_WORKERS, combined))
         prefill = np.where(prefill, prefill, 1)
         remote_busy = (remote_rates @ self._remote_ms) / 1e3 / prefill
         remote_ms = np.broadcast_to(self._remote_ms, remote.shape)
-        late_remote = self._late(remote_rates, remote_ms, remote_busy, prefill[:, :, None])
+        late_remote = self._late(remote_rates, remote_ms, remote_busy, prefill)
         in_time: Floats = (local_rates * (1 - late_local) + remote_rates * (1 - late_remote)).sum(axis=2)
         return in_time
 
-    def _late(self, rates: Floats, ms: Floats, busy: Floats, workers: Floats, *, always_waits: bool = False) -> Floats:
+    def _late(self, rates: Floats, ms: Floats, busy: Floats, workers: Floats) -> Floats:
         """Probability that a first token is late. [given up, number, demand]
 
         Args:
-            workers: How many share a queue. The shape can be broadcast to that of the result.
-            always_waits: Each prompt has to wait, for one that is late and under way.
+            workers: How many share a queue. [number]
         """
         mean = (rates * ms).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
         square = (rates * ms**2).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
-        busy = np.minimum(busy, MAX_BUSY)[:, :, None]
-        waits = 1.0 if always_waits else busy ** (np.sqrt(2 * (workers + 1)) - 1)
-        tau = np.maximum((square / np.maximum(mean, 1e-9))[:, :, None] / 2 / (workers * (1 - busy)), 1e-6)
+        busy = np.minimum(busy, MAX_BUSY)
+        waits = (busy ** (np.sqrt(2 * (workers + 1)) - 1))[:, :, None]
+        tau = np.maximum(square / np.maximum(mean, 1e-9) / 2 / (workers * (1 - busy)), 1e-6)[:, :, None]
         slo = self._targets.slo_ttft
         queued = waits * np.exp(-np.maximum(slo - ms, 0) / tau)
         result: Floats = 1 - _sigmoid((1 - ms / slo) / _SPREAD) * (1 - queued)

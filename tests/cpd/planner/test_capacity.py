@@ -25,17 +25,8 @@ def test_each_prefill_worker_costs_chats_its_streams() -> None:
 def test_fewer_combined_workers_find_less_in_their_caches() -> None:
     load = [replace(CHATS, rate=300.0, local_tokens=1_000, remote_tokens=remote) for remote in (1_000, 2_000)]
     shared, own = (CapacityModel([one], fleet(), TARGETS).predict([0, 4]) for one in load)
-    assert shared[0].good_per_s == pytest.approx(own[0].good_per_s, rel=1e-4)
+    assert shared[0] == own[0]
     assert own[1].combined_busy > shared[1].combined_busy
-
-
-def test_without_prefill_workers_late_prompts_are_in_the_way_of_those_that_look_for_caches() -> None:
-    turns, long = Demand(100.0, 800, 7_000, 8_000, 140), replace(LONG, rate=15.0)
-    model = CapacityModel([turns, long], fleet(), TARGETS)
-    none, one = model.predict([0, 1], 0.5)
-    assert none.good_per_s == pytest.approx(one.good_per_s, rel=0.01)
-    none, one = model.predict([0, 1], 1.5)
-    assert none.good_per_s < 0.9 * one.good_per_s
 
 
 def test_predictions_do_not_depend_on_the_number_with_which_caches_were_measured() -> None:
@@ -50,24 +41,13 @@ def test_predictions_do_not_depend_on_the_number_with_which_caches_were_measured
     assert half[0].good_per_s > 1.01 * half[2].good_per_s
 
 
-def test_one_prefill_worker_takes_the_prompts_that_are_late() -> None:
+def test_long_prompts_with_short_answers_are_computed_best_by_prefill_workers() -> None:
     model = CapacityModel([replace(LONG, rate=22.0)], fleet(), TARGETS)
     good = [one.good_per_s for one in model.predict(range(16))]
     best = good.index(max(good))
-    assert 1 <= best <= 2
-    assert good[best] > 1.15 * good[0]
-    assert good[best] > 1.03 * good[8]  # late prompts take time of each prefill worker
+    assert 4 <= best <= 12
+    assert good[best] > 1.02 * good[0]
     assert good[15] < 0.5 * good[best]  # one worker can't decode for all
-    in_time = [one.good_share for one in model.predict(range(8), 0.5)]
-    assert in_time == pytest.approx([1.0] * 8, abs=0.01)
-
-
-def test_a_prompt_that_finds_as_much_everywhere_can_choose_among_all_combined_workers() -> None:
-    # both leave the same work
-    bound, free = (Demand(20.0, 10_000, remote, 20_000, 50) for remote in (20_000, 10_000))
-    (waits,), (chooses,) = (CapacityModel([one], fleet(), TARGETS).predict([0], 1.2) for one in (bound, free))
-    assert waits.combined_busy == pytest.approx(chooses.combined_busy, rel=0.01)
-    assert waits.good_share < chooses.good_share
 
 
 def test_prompts_that_take_longer_than_the_target_are_late_everywhere() -> None:

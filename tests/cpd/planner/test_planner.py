@@ -23,7 +23,8 @@ def test_without_long_prompts_prefill_workers_become_combined(current: int) -> N
 
 def test_the_answer_depends_on_the_mix_and_not_on_the_rate() -> None:
     found = {plan([replace(LONG, rate=rate)], 0).prefill_workers for rate in (1.0, 5.0, 10.0, 20.0)}
-    assert found <= {1, 2}
+    assert max(found) - min(found) <= 2
+    assert min(found) >= 4
 
 
 def test_a_change_says_what_it_is_based_on() -> None:
