@@ -106,7 +106,7 @@ class SimRouter:
         request, now = state.request, self._events.now
         self._requests[request.id] = state
         combined = self._candidates("combined", state.refused_by)
-        if not combined and not state.queues_full:
+        if not combined and not state.queues_full:  # only prefill workers were full: all may compute it themselves
             state.refused_by.clear()
             combined = self._candidates("combined", frozenset())
         if not combined or state.queues_full == MAX_QUEUE_FULL:
