@@ -50,9 +50,6 @@ simulations (docs/decisions/0038-planner.md)."""
 MOST_FOUND = 0.5
 """The largest share of what is computed now that more combined workers might find."""
 
-EQUAL = 0.01
-"""Relative difference of predictions that says nothing."""
-
 MAX_BUSY = 0.98
 """Busier workers count as this busy: waits would be endless."""
 

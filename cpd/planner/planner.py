@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cpd.planner.capacity import EQUAL, CapacityModel, Demand, Fleet, Prediction, Targets
+from cpd.planner.capacity import CapacityModel, Demand, Fleet, Prediction, Targets
 
 GOOD_SHARE = 0.9
 """Share of the requests that must be good for a load to count as served."""
@@ -30,7 +30,7 @@ MIN_REQUESTS = 50
 SETTLE_S = 20.0
 """Time after a change until the next one, in seconds."""
 
-MIN_LOSS = EQUAL
+MIN_LOSS = 0.01
 """Smallest predicted loss, relative, for which the number is changed."""
 
 _SCALES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
