@@ -317,7 +317,7 @@ class EngineThread(AsyncEngine):
 
     async def start(self) -> Engine:
         self._thread.start()
-        return await asyncio.shield(self._started)
+        return await self._started
 
     async def close(self) -> None:
         with self._wakeup:

@@ -1,8 +1,10 @@
 import asyncio
+import gc
 import os
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,19 +105,26 @@ async def test_a_checkpoint_that_cannot_be_served_is_the_workers_error(redis_url
 
 
 async def test_a_stop_while_weights_load_ends_the_worker(redis_url: str) -> None:
-    loading, never = threading.Event(), threading.Event()
+    loading, never = Future[threading.Thread](), threading.Event()
 
     def load(settings: WorkerSettings) -> LoadedEngine:
-        loading.set()
+        loading.set_result(threading.current_thread())
         never.wait(2 * DEADLINE_S)
         raise CheckpointError("too late")
 
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
     w = worker(redis_url, load)
     task = asyncio.create_task(w.run())
-    await eventually(loading.is_set)
+    thread = await asyncio.wrap_future(loading)
     w.lifecycle.stop("signal")
     assert await asyncio.wait_for(task, DEADLINE_S) == 0
     never.set()
+    await asyncio.to_thread(thread.join)
+    await asyncio.sleep(0)  # it has told the loop
+    del w, task
+    gc.collect()
+    assert not unhandled
 
 
 async def test_redis_may_be_unreachable_at_the_end(redis_url: str) -> None:
