@@ -235,8 +235,8 @@ class ClusterPlanner:
             return Plan(current, current, unsteady)
         if self._planner is None or self._mode == "advise":  # what is not carried out does not have to settle
             targets = Targets(view["slo_ttft"], view["slo_itl"])
-            ago = [time.time() - change["at"] for change in self._last["changes"]]
-            self._planner = Planner(targets, [now - seconds for seconds in ago] if self._mode == "act" else ())
+            ago = [time.time() - change["at"] for change in self._last["changes"]] if self._mode == "act" else []
+            self._planner = Planner(targets, meter.began, [now - seconds for seconds in ago])
         return self._planner.plan(meter.demands(now), meter.requests(now), _fleet(view), current, now)
 
     def _report(self, plan: Plan, meter: LoadMeter, workers: int, now: float) -> None:

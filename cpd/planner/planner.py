@@ -7,6 +7,7 @@ happen to be; and it is right when it matters, at the limit.
 Changes cost: sessions leave their caches, and streams go on beside prompts. So the number stays
 
 - until enough requests were seen,
+- for `SETTLE_S` after the load was first measured, as caches that fill up look like a mix of more long prompts,
 - for `SETTLE_S` after a change,
 - if it is predicted to lose less than `MIN_LOSS` of the good requests that the chosen number serves. Each change in the
   last hour doubles that: so roles can't go to and fro, and change at most 7 times in any hour.
@@ -28,7 +29,7 @@ MIN_REQUESTS = 50
 """Requests without which nothing is changed."""
 
 SETTLE_S = 20.0
-"""Time after a change until the next one, in seconds."""
+"""Time until the first change, and after a change until the next one, in seconds."""
 
 MIN_LOSS = 0.01
 """Smallest predicted loss, relative, for which the number is changed."""
@@ -64,11 +65,13 @@ class Planner:
     """Plans for the workers of one model.
 
     Args:
+        began: Time since which the load has been measured, in seconds of the clock of `now`.
         changes: Times of the changes that an earlier planner made, oldest first.
     """
 
-    def __init__(self, targets: Targets, changes: Iterable[float] = ()) -> None:
+    def __init__(self, targets: Targets, began: float, changes: Iterable[float] = ()) -> None:
         self._targets = targets
+        self._began = began
         self._changes = deque(changes)  # times of those in the last hour
 
     def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
@@ -83,6 +86,8 @@ class Planner:
         """
         if requests < MIN_REQUESTS or not demands:
             return Plan(current, current, f"{requests:.0f} recent requests are too few to plan by")
+        if now < self._began + SETTLE_S:
+            return Plan(current, current, f"the load has been measured for less than {SETTLE_S:.0f} s")
         if self._changes and now < self._changes[-1] + SETTLE_S:
             return Plan(current, current, "the last change is not settled")
         while self._changes and now >= self._changes[0] + 3600:

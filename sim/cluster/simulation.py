@@ -140,7 +140,7 @@ class SimCluster:
             self._events.at(time_s, self.set_prefill_workers, count)
         self.plans: list[tuple[float, Plan]] = []
         if settings.planner == "act" and system.prefill_workers:
-            self._planner = Planner(PlanTargets(settings.slo_ttft, settings.slo_itl))
+            self._planner = Planner(PlanTargets(settings.slo_ttft, settings.slo_itl), began=0.0)
             self._events.at(PLAN_INTERVAL_S, self._plan)
 
     def set_prefill_workers(self, count: int) -> None:

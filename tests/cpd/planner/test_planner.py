@@ -13,7 +13,7 @@ MANY = 10.0 * MIN_REQUESTS
 
 
 def plan(load: list[Demand], current: int, planner: Planner | None = None, now: float = 0.0) -> Plan:
-    return (planner or Planner(TARGETS)).plan(load, MANY, fleet(), current, now)
+    return (planner or Planner(TARGETS, -SETTLE_S)).plan(load, MANY, fleet(), current, now)
 
 
 @pytest.mark.parametrize("current", [4, 8, 11, 15])
@@ -37,14 +37,22 @@ def test_a_change_says_what_it_is_based_on() -> None:
 
 
 def test_few_requests_change_nothing() -> None:
-    one = Planner(TARGETS).plan([CHATS], MIN_REQUESTS - 1, fleet(), 8, 0.0)
+    one = Planner(TARGETS, -SETTLE_S).plan([CHATS], MIN_REQUESTS - 1, fleet(), 8, 0.0)
     assert not one.changes
     assert "too few" in one.reason
-    assert not Planner(TARGETS).plan([], MANY, fleet(), 8, 0.0).changes
+    assert not Planner(TARGETS, -SETTLE_S).plan([], MANY, fleet(), 8, 0.0).changes
+
+
+def test_nothing_changes_before_the_load_has_been_measured_for_some_time() -> None:
+    planner = Planner(TARGETS, began=100.0)
+    early = plan([CHATS], 8, planner, 99.0 + SETTLE_S)
+    assert not early.changes
+    assert "measured for less than 20 s" in early.reason
+    assert plan([CHATS], 8, planner, 100.0 + SETTLE_S).changes
 
 
 def test_a_change_settles_before_the_next() -> None:
-    planner = Planner(TARGETS)
+    planner = Planner(TARGETS, -SETTLE_S)
     assert plan([CHATS], 8, planner, 0.0).changes
     assert not plan([replace(LONG, rate=20.0)], 0, planner, SETTLE_S - 1).changes
     assert plan([replace(LONG, rate=20.0)], 0, planner, SETTLE_S + 1).changes
@@ -59,7 +67,7 @@ def test_roles_change_at_most_seven_times_in_an_hour_whatever_the_load(monkeypat
             return [Prediction(*one, 1, 0, 0, 0) for one in zip(prefill_workers, good, strict=True)]
 
     monkeypatch.setattr("cpd.planner.planner.CapacityModel", Extreme)
-    planner, current, changes = Planner(TARGETS), 0, list[float]()
+    planner, current, changes = Planner(TARGETS, -SETTLE_S), 0, list[float]()
     for step in range(200):
         best, now = 8 - best, 60.0 * step
         one = plan([CHATS], current, planner, now)
@@ -70,7 +78,7 @@ def test_roles_change_at_most_seven_times_in_an_hour_whatever_the_load(monkeypat
 
 
 def test_each_change_raises_the_bar_for_the_next() -> None:
-    planner, long = Planner(TARGETS), [replace(LONG, rate=22.0)]
+    planner, long = Planner(TARGETS, -SETTLE_S), [replace(LONG, rate=22.0)]
     for number in range(7):
         assert plan([CHATS], 15, planner, 100.0 * number).changes
     one = plan(long, 0, planner, 1000.0)
@@ -80,7 +88,7 @@ def test_each_change_raises_the_bar_for_the_next() -> None:
 
 
 def test_a_single_worker_remains_combined() -> None:
-    assert Planner(TARGETS).plan([LONG], MANY, fleet(1), 0, 0.0).prefill_workers == 0
+    assert Planner(TARGETS, -SETTLE_S).plan([LONG], MANY, fleet(1), 0, 0.0).prefill_workers == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,7 +98,7 @@ def test_a_constant_load_comes_to_rest(
 ) -> None:
     # what is found in caches changes with the number of combined workers, and not as the model takes it to
     start = current = data.draw(st.integers(0, workers - 1))
-    planner, changes = Planner(TARGETS), list[int]()
+    planner, changes = Planner(TARGETS, -SETTLE_S), list[int]()
     for step in range(20):
         found = ((workers - current) / workers) ** elasticity
         measured = [
@@ -113,7 +121,7 @@ def test_without_caches_a_constant_load_changes_roles_at_most_once(
 ) -> None:
     load = [replace(one, remote_tokens=one.local_tokens) for one in load]
     current = data.draw(st.integers(0, workers - 1))
-    planner, changes = Planner(TARGETS), 0
+    planner, changes = Planner(TARGETS, -SETTLE_S), 0
     for step in range(4):
         one = planner.plan(load, MANY, fleet(workers), current, 100.0 * step)
         changes += one.changes
