@@ -87,9 +87,12 @@ void quantize_rows(Team& team, const T* x, int64_t m, int64_t k, uint32_t* to) {
 
 // sums += left · panel, for kRows rows of `left` with stride `stride` words and the first kVectors vectors of the panel's
 // columns. Rows of sums are kPanel floats apart.
+//
+// With few rows of 8 bits, memory is the limit: a panel is read in ascending order.
 template <Format kFormat, int kRows, int kVectors>
 void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* panel, int64_t groups, float* sums) {
   constexpr int kWords = kGroup * bits_of(kFormat) / 32;
+  constexpr bool kInOrder = bits_of(kFormat) == 8 && kRows < kQuantizedRows;
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
@@ -101,6 +104,11 @@ void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* 
     const uint8_t* words = has_minima(kFormat) ? minima + 2 * kPanel : minima;
     const uint32_t* row[kRows];
     Ints dots[kRows][kVectors];
+    Floats weight_scales[kVectors];
+    if constexpr (kInOrder) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) weight_scales[v] = load_float16(scales + v * kLanes * 2);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       row[r] = left + r * stride + g * kLeftGroup;
@@ -112,6 +120,7 @@ void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* 
     for (int w = 0; w < kWords; ++w)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kInOrder) keep_order();
         const Words word = load_words(words + (w * kPanel + v * kLanes) * 4);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
@@ -131,7 +140,8 @@ void quantized_microkernel(const uint32_t* left, int64_t stride, const uint8_t* 
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const Floats dot = __builtin_convertvector(dots[r][v], Floats);
-        sum[r][v] = multiply_add(sum[r][v], dot, load_float16(scales + v * kLanes * 2) * scale);
+        const Floats weight_scale = kInOrder ? weight_scales[v] : load_float16(scales + v * kLanes * 2);
+        sum[r][v] = multiply_add(sum[r][v], dot, weight_scale * scale);
         if constexpr (has_minima(kFormat))
           sum[r][v] = multiply_add(sum[r][v], load_float16(minima + v * kLanes * 2), total);
       }

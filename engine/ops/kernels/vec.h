@@ -56,6 +56,10 @@ CPD_INLINE Words load_words(const void* from) {
   return words;
 }
 
+// Loads before this come before those after it. Compilers load in any order; the processor prefetches best what is read
+// in ascending order.
+CPD_INLINE void keep_order() { asm volatile("" ::: "memory"); }
+
 CPD_INLINE void store_words(void* to, Words words) { std::memcpy(to, &words, sizeof words); }
 
 CPD_INLINE void store_words(void* to, Words words, int64_t count) {
