@@ -178,9 +178,20 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    original = fields.get("rope.scaling.original_context_length")
-    scaling = {"rope_type": kind, "factor": _shortest(fields.need("rope.scaling.factor"))}
-    return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if (value := fields.get(f"rope.scaling.{name}", 1.0)) != 1.0:
+            raise CheckpointError(
+                f"{fields.file.path}: rope.scaling.{name} is {value:g}, and only 1 is supported; use the model's "
+                "safetensors"
+            )
+    scaling = {
+        "rope_type": kind,
+        "factor": _shortest(fields.need("rope.scaling.factor")),
+        "original_max_position_embeddings": fields.get("rope.scaling.original_context_length"),
+        "beta_fast": fields.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),
+    }
+    return {name: value for name, value in scaling.items() if value is not None}
 
 
 def _llama3_scaling(fields: _Fields) -> dict[str, Any]:

@@ -323,6 +323,24 @@ def test_other_divisors_of_frequencies_are_refused(checkpoint: MakeCheckpoint, t
     assert "scales single frequencies of RoPE in another way" in refusal(path)
 
 
+def test_scaling_of_frequencies_is_that_of_the_file(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    fields = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 512,
+        "yarn_beta_fast": 24.0,
+        "yarn_beta_slow": 2.0,
+    }
+    scaling = {f"ARCH.rope.scaling.{name}": value for name, value in fields.items()}
+    write_gguf(checkpoint("qwen2"), tmp_path / "yarn.gguf", {"": Types.F32}, **scaling)
+    found = load_config(resolve_model(str(tmp_path / "yarn.gguf"))).rope
+    assert (found.kind, found.factor, found.original_max_position) == ("yarn", 4.0, 512)
+    assert (found.beta_fast, found.beta_slow) == (24.0, 2.0)
+    scaling["ARCH.rope.scaling.attn_factor"] = 1.5
+    write_gguf(checkpoint("qwen2"), tmp_path / "other.gguf", {"": Types.F32}, **scaling)
+    assert "rope.scaling.attn_factor is 1.5, and only 1 is supported" in refusal(tmp_path / "other.gguf")
+
+
 def test_rows_of_a_file_have_the_order_of_the_checkpoint(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     original = checkpoint("llama2")
     tensors = write_gguf(original, tmp_path / "m.gguf", {"": Types.F32})
