@@ -169,7 +169,8 @@ def _first_answer(url: str, name: str, address: str, key: str, seed: int) -> tup
         asked_s: list[float] = []
         random = Random(seed)
         async with client(url) as http, asyncio.timeout(READY_S):
-            await http.get("/health")  # imports and connects before the clock runs
+            await http.get("/health")  # HTTP and gRPC are set up before the clock runs
+            await asyncio.to_thread(set_role, name, address, key, "prefill")  # its role already
             begun_s = time.monotonic()
             await asyncio.to_thread(set_role, name, address, key, "combined")
             while True:
