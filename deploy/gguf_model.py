@@ -181,7 +181,7 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if (value := fields.get(f"rope.scaling.{name}", 1.0)) != 1.0:
             raise CheckpointError(
-                f"{fields.file.path}: rope.scaling.{name} is {value:g}, and only 1 is supported; use the model's "
+                f"{fields.file.path}: rope.scaling.{name} is {value}, and only 1 is supported; use the model's "
                 "safetensors"
             )
     scaling = {
