@@ -109,7 +109,8 @@ CPD_INLINE void load_int8_square(const uint8_t* from, int64_t stride, int64_t ro
   for (int i = 0; i < kLanes; ++i) square[i] = i < rows ? load_int8<T>(from + i * stride, words) : Words{};
 }
 
-// Prefetches into the second-level cache. Prefetches into the first level stall: too few can be outstanding.
+// Prefetches into the second-level cache, after the products of a square, as loads behind prefetches wait for them.
+// Prefetches into the first level stall: too few can be outstanding.
 CPD_INLINE void prefetch_square(const uint8_t* from, int64_t stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride, 0, 2);
@@ -284,9 +285,9 @@ class Attention {
     for (int64_t w = 0; w < words; w += kLanes) {
       Words square[kLanes];
       load_tokens(keys, w, kLanes, square);
-      prefetch_square(next + w * bytes, pages_.row_bytes());
       transpose(square);
       apply_square<T, 1>(square, queries + w * kFactorsPerWord<T>, memory_.words, head_rows_, scores, kBlock);
+      prefetch_square(next + w * bytes, pages_.row_bytes());
     }
     if (!pages_.has_8_bits) return;
     const Floats scales = key_scales(h, block + t);
@@ -304,7 +305,6 @@ class Attention {
       Words square[kLanes];
       // Slots beyond the context hold stale values: their weight is 0, but 0 times infinity is not.
       load_tokens(values, w, end - block - t, square);
-      prefetch_square(next + w * bytes, pages_.row_bytes());
       if constexpr (kPerWord<Factor<T>> == 2) {
         for (int i = 0; i < kLanes; i += 2) {
           const Words first = square[i], second = square[i + 1];
@@ -313,6 +313,7 @@ class Attention {
         }
       }
       apply_square<T, kPerWord<T>>(square, weights, kBlockWords, head_rows_, sums + w * kPerWord<T>, state.width);
+      prefetch_square(next + w * bytes, pages_.row_bytes());
     }
   }
 
