@@ -271,7 +271,7 @@ def test_some_worker_is_always_combined(count: int) -> None:
 
 
 def test_a_planner_corrects_a_wrong_start() -> None:
-    shape = settings(workers=4, prefill_workers=3, planner="act", long_share=0.0, agent_share=0.0, duration=12.0)
+    shape = settings(workers=4, prefill_workers=3, planner="act", long_share=0.0, agent_share=0.0, duration=25.0)
     cluster = SimCluster(shape, make_workload(shape, 60.0))
     outcome = cluster.run()
     ((_, plan),) = outcome.changes
