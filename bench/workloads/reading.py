@@ -11,17 +11,23 @@ from bench.errors import BenchError
 
 Model = TypeVar("Model", bound=BaseModel)
 
+GZIP = b"\x1f\x8b"
+"""The first bytes of a file that gzip compressed."""
+
 
 def read(path: Path) -> bytes:
     """Reads a whole file.
 
     Raises:
-        BenchError: The file cannot be read.
+        BenchError: The file cannot be read, or is compressed.
     """
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from error
+    if data.startswith(GZIP):
+        raise BenchError(f"{path} is compressed: unpack it with gunzip first")
+    return data
 
 
 def lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """Replay of traces."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,13 @@ def test_an_unreadable_line_is_named(tmp_path: Path, bad: str, says: str) -> Non
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(line(0, 10, [1])) + "\n\n" + bad + "\n")
     with pytest.raises(BenchError, match=rf"trace\.jsonl:3: .*{says}"):
+        workload(workload="trace", file=path)
+
+
+def test_a_compressed_file_is_to_be_unpacked_first(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(line(0, 10, [1])).encode()))
+    with pytest.raises(BenchError, match=r"trace\.jsonl\.gz is compressed: unpack it"):
         workload(workload="trace", file=path)
 
 
