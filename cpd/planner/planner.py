@@ -9,11 +9,12 @@ Changes cost: sessions leave their caches, and streams go on beside prompts. So 
 - until enough requests were seen,
 - for `SETTLE_S` after the load was first measured, as caches that fill up look like a mix of more long prompts,
 - for `SETTLE_S` after a change,
-- if it is predicted to lose less than `MIN_LOSS` of the good requests that the chosen number serves. Each change in the
-  last hour doubles that: so roles can't go to and fro, and change at most 7 times in any hour.
+- if it is predicted to lose too little of the good requests that the chosen number serves: `MIN_LOSS`, doubled for each
+  change in the last hour. So roles can't go to and fro, and change at most 7 times in any hour.
 
-Of the numbers that are predicted to be within `MIN_LOSS` of the best one, the smallest is taken: what the model does
-not know (streams that grow, bursts of them, copies of cached pages) needs combined workers.
+Of the numbers that are predicted to be within `MIN_LOSS` of the best one, the smallest is chosen: what the model does
+not know (streams that grow, bursts of them, copies of cached pages) needs combined workers. So the first change in an
+hour to a smaller number needs no predicted loss.
 """
 
 from collections import deque
@@ -101,7 +102,8 @@ class Planner:
         reason = (
             f"good requests/s by prefill workers: {good[chosen]:.1f} with {chosen}, {good[current]:.1f} with {current}"
         )
-        if good[current] >= (1 - MIN_LOSS * 2 ** len(self._changes)) * good[chosen]:
+        enough = (1 - MIN_LOSS * 2 ** len(self._changes)) * good[chosen]
+        if chosen == current or (self._changes and good[current] >= enough):
             reason += f": too little for a change, after {len(self._changes)} in the last hour"
             return Plan(current, current, reason, scale, tuple(predictions))
         self._changes.append(now)

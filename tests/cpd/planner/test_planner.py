@@ -77,6 +77,18 @@ def test_roles_change_at_most_seven_times_in_an_hour_whatever_the_load(monkeypat
     assert all(later - first >= 3600 for first, later in zip(changes, changes[7:], strict=False))
 
 
+def test_of_numbers_that_are_about_as_good_the_smallest_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Equal(CapacityModel):
+        def predict(self, prefill_workers: Sequence[int], scale: float = 1.0, workers: int = 0) -> list[Prediction]:
+            return [Prediction(number, 0.8 + number / 1e4, 0.8, 0, 0, 0) for number in prefill_workers]
+
+    monkeypatch.setattr("cpd.planner.planner.CapacityModel", Equal)
+    planner = Planner(TARGETS, -SETTLE_S)
+    assert plan([CHATS], 4, planner).prefill_workers == 0
+    assert not plan([CHATS], 4, planner, SETTLE_S + 1).changes
+    assert not plan([CHATS], 0).changes
+
+
 def test_each_change_raises_the_bar_for_the_next() -> None:
     planner, long = Planner(TARGETS, -SETTLE_S), [replace(LONG, rate=22.0)]
     for number in range(7):
