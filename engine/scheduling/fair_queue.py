@@ -7,9 +7,9 @@
                that the others meet their deadlines (Moore and Hodgson, 1968); then those; then those without a
                deadline; ties in the order of arrival
 
-The item that has waited longest also gets one of AGED_SHARE tokens, whatever its class, tenant and deadline, so no item
-starves: if W tokens wait when it comes, its own included, it is taken before AGED_SHARE * W more tokens plus those of
-the largest item have been taken. These tokens count against the tenant's next rounds.
+The item that has waited longest also gets one of AGED_SHARE seconds, whatever its class, tenant and deadline, so that
+none starves: if items that take W seconds wait when it comes, its own included, it is taken before AGED_SHARE * W more
+seconds plus those of the longest item have been taken. Its tokens count against the tenant's next rounds.
 """
 
 from bisect import bisect_left, insort
@@ -54,7 +54,7 @@ class _Entry(NamedTuple, Generic[T]):
 
     Attributes:
         number: Number of the arrival.
-        takes_s: Predicted time that the item takes.
+        takes_s: Predicted time that the item takes, in seconds.
     """
 
     deadline: float
@@ -129,7 +129,7 @@ class FairQueue(Generic[T]):
         self._classes: dict[int, OrderedDict[str, _Account[T]]] = {}  # by priority; first the tenant of the round
         self._by_deadline: list[_Entry[T]] = []  # sorted
         self._arrivals = 0
-        self._past_oldest = 0
+        self._past_oldest_s = 0.0  # predicted time of what was taken before the oldest
 
     def __iter__(self) -> Iterator[T]:
         """Iterates in the order of arrival."""
@@ -142,7 +142,7 @@ class FairQueue(Generic[T]):
         return len(self._entries)
 
     def push(self, item: T, terms: Terms, takes_s: float = 0.0) -> None:
-        """Adds an item that is predicted to take `takes_s`."""
+        """Adds an item that is predicted to take `takes_s` seconds."""
         self._arrivals += 1
         entry = _Entry(terms.deadline, self._arrivals, item, terms.tokens, takes_s)
         self._entries[item] = terms, entry
@@ -155,7 +155,7 @@ class FairQueue(Generic[T]):
         if not self._entries:
             return None
         oldest = next(iter(self._entries))
-        if self._past_oldest >= (AGED_SHARE - 1) * self._entries[oldest][0].tokens:
+        if self._past_oldest_s > (AGED_SHARE - 1) * self._entries[oldest][1].takes_s:
             return oldest
         ring = self._classes[max(self._classes)]
         while True:
@@ -193,11 +193,11 @@ class FairQueue(Generic[T]):
 
     def take(self, item: T) -> None:
         """Takes the first item, or another one out of turn. The item's tenant pays for it."""
-        terms, _ = self._entries[item]
+        terms, entry = self._entries[item]
         oldest = next(iter(self._entries))
-        due = (AGED_SHARE - 1) * self._entries[oldest][0].tokens
-        if item is not oldest and self._past_oldest < due:  # while the oldest is due but can't go, it is owed no more
-            self._past_oldest += terms.tokens
+        due_s = (AGED_SHARE - 1) * self._entries[oldest][1].takes_s
+        if item is not oldest and self._past_oldest_s <= due_s:  # one that is due but can't go is owed no more
+            self._past_oldest_s += entry.takes_s
         account = self._classes[terms.priority][terms.tenant]
         account.credit = max(account.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
         self.remove(item)
@@ -205,7 +205,7 @@ class FairQueue(Generic[T]):
     def remove(self, item: T) -> None:
         """Removes an item that leaves without being taken."""
         if item is next(iter(self._entries)):
-            self._past_oldest = max(0, self._past_oldest - (AGED_SHARE - 1) * self._entries[item][0].tokens)
+            self._past_oldest_s = max(0.0, self._past_oldest_s - (AGED_SHARE - 1) * self._entries[item][1].takes_s)
         terms, entry = self._entries.pop(item)
         ring = self._classes[terms.priority]
         account = ring[terms.tenant]
@@ -216,4 +216,4 @@ class FairQueue(Generic[T]):
         if not ring:
             del self._classes[terms.priority]
         if not self._entries:
-            self._past_oldest = 0
+            self._past_oldest_s = 0.0

@@ -16,10 +16,10 @@ from engine.scheduling.fair_queue import AGED_SHARE, MAX_DEBT, QUANTUM, FairQueu
 T = TypeVar("T", bound=Hashable)
 
 
-def queue_of(*terms: Terms) -> FairQueue[int]:
+def queue_of(*terms: Terms, takes_s: float = 0.0) -> FairQueue[int]:
     queue = FairQueue[int]()
     for number, each in enumerate(terms):
-        queue.push(number, each)
+        queue.push(number, each, takes_s)
     return queue
 
 
@@ -145,10 +145,10 @@ def test_removing_an_item_keeps_the_order_of_the_others() -> None:
 
 def test_items_taken_out_of_turn_count_against_the_tenant() -> None:
     terms = [Terms(QUANTUM, "a")] * 10 + [Terms(QUANTUM, "b")] * 10
-    queue = queue_of(*terms)
+    queue = queue_of(*terms, takes_s=1.0)
     for item in range(1, 5):
         queue.take(item)
-    assert [terms[item].tenant for item in order(queue)[:4]] == ["b", "b", "b", "a"]  # then the oldest one is due
+    assert [terms[item].tenant for item in order(queue)[:5]] == ["b", "b", "b", "b", "a"]  # then the oldest one is due
 
 
 def test_out_of_turn_the_tenant_with_the_most_credit_goes_first() -> None:
@@ -187,7 +187,7 @@ class Naive:
     waiting: list[tuple[int, Terms]] = field(default_factory=list)
     rings: dict[int, list[str]] = field(default_factory=dict)
     tenants: dict[tuple[int, str], Tenant] = field(default_factory=dict)
-    past_oldest: int = 0
+    past_oldest_s: float = 0.0
     takes_s: dict[int, float] = field(default_factory=dict)
 
     def push(self, item: int, terms: Terms, takes_s: float) -> None:
@@ -201,8 +201,8 @@ class Naive:
     def first(self, now: float) -> int | None:
         if not self.waiting:
             return None
-        oldest, terms = self.waiting[0]
-        if self.past_oldest >= (AGED_SHARE - 1) * terms.tokens:
+        oldest = self.waiting[0][0]
+        if self.past_oldest_s > (AGED_SHARE - 1) * self.takes_s[oldest]:
             return oldest
         priority = max(terms.priority for _, terms in self.waiting)
         ring = self.rings[priority]
@@ -233,14 +233,14 @@ class Naive:
             tenant = self.tenants[terms.priority, terms.tenant]
             tenant.credit = max(tenant.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
         if index == 0:
-            self.past_oldest = max(0, self.past_oldest - (AGED_SHARE - 1) * terms.tokens)
-        elif taken and self.past_oldest < (AGED_SHARE - 1) * self.waiting[0][1].tokens:
-            self.past_oldest += terms.tokens
+            self.past_oldest_s = max(0.0, self.past_oldest_s - (AGED_SHARE - 1) * self.takes_s[item])
+        elif taken and self.past_oldest_s <= (AGED_SHARE - 1) * self.takes_s[self.waiting[0][0]]:
+            self.past_oldest_s += self.takes_s[item]
         del self.waiting[index]
         if not any((one.priority, one.tenant) == (terms.priority, terms.tenant) for _, one in self.waiting):
             self.rings[terms.priority].remove(terms.tenant)
         if not self.waiting:
-            self.past_oldest = 0
+            self.past_oldest_s = 0.0
 
 
 @settings(deadline=None, max_examples=300)
@@ -272,32 +272,37 @@ def test_the_order_is_that_of_a_simple_model(data: st.DataObject) -> None:
         naive.leave(item, taken=True)
 
 
+ITEMS = st.tuples(TERMS, st.sampled_from([0.5, 2.0, 7.0]))
+
+
 @settings(deadline=None, max_examples=100)
 @given(
-    before=st.lists(TERMS, max_size=6),
-    victim=TERMS,
-    rivals=st.lists(TERMS, min_size=1, max_size=4),
+    before=st.lists(ITEMS, max_size=6),
+    victim=ITEMS,
+    rivals=st.lists(ITEMS, min_size=1, max_size=4),
     now=st.sampled_from([0.0, 20.0]),
 )
-@example([Terms(1)], Terms(1), [Terms(50, deadline=5.0)], 0.0)  # each large item exceeds its tenant's credit
-def test_no_item_starves(before: list[Terms], victim: Terms, rivals: list[Terms], now: float) -> None:
+@example([(Terms(1), 0.5)], (Terms(1), 0.5), [(Terms(50, deadline=5.0), 7.0)], 0.0)  # rivals exceed a tenant's credit
+def test_no_item_starves(
+    before: list[tuple[Terms, float]], victim: tuple[Terms, float], rivals: list[tuple[Terms, float]], now: float
+) -> None:
     """Competing items of any kind keep arriving. The module's docstring states the bound."""
-    queue, terms = FairQueue[int](), [*before, victim]
-    for number, each in enumerate(terms):
-        queue.push(number, each)
-    most = AGED_SHARE * sum(each.tokens for each in terms) + max(each.tokens for each in (*terms, *rivals))
-    taken, numbers = 0, count(len(terms))
+    queue, items = FairQueue[int](), [*before, victim]
+    for number, (terms, takes_s) in enumerate(items):
+        queue.push(number, terms, takes_s)
+    most_s = AGED_SHARE * sum(takes_s for _, takes_s in items) + max(takes_s for _, takes_s in (*items, *rivals))
+    taken_s, turns = 0.0, count()
     while True:
-        rival = rivals[taken % len(rivals)]
-        terms.append(rival)
-        queue.push(next(numbers), rival)
+        rival = rivals[next(turns) % len(rivals)]
+        queue.push(len(items), *rival)
+        items.append(rival)
         item = queue.first(now)
         assert item is not None
         if item == len(before):
             break
         queue.take(item)
-        taken += terms[item].tokens
-        assert taken <= most
+        taken_s += items[item][1]
+        assert taken_s <= most_s
 
 
 @settings(deadline=None)
@@ -347,10 +352,18 @@ def test_a_tenants_debt_is_bounded() -> None:
 
 def test_the_oldest_item_gets_its_share_and_no_more() -> None:
     queue = FairQueue[int]()
-    queue.push(0, Terms(QUANTUM, priority=0))
+    queue.push(0, Terms(QUANTUM, priority=0), 1.0)
     for item in range(1, 200):
-        queue.push(item, Terms(QUANTUM, priority=1))
-    queue.push(200, Terms(QUANTUM, priority=0))
+        queue.push(item, Terms(QUANTUM, priority=1), 1.0)
+    queue.push(200, Terms(QUANTUM, priority=0), 1.0)
     for item in range(1, 100):
         queue.take(item)  # the oldest one stays blocked
     assert order(queue)[:3] == [0, 100, 101]
+
+
+def test_the_share_of_the_oldest_item_is_of_the_time_that_items_take() -> None:
+    queue = FairQueue[str]()
+    queue.push("late", Terms(1000, deadline=1.0), 2.0)
+    for number in range(100):
+        queue.push(f"cached {number}", Terms(1000, deadline=900.0), 0.25)
+    assert order(queue, now=5.0).index("late") == (AGED_SHARE - 1) * 2.0 / 0.25 + 1
