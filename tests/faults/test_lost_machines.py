@@ -163,4 +163,4 @@ async def test_a_lost_router_and_prefill_worker_start_on_the_other_machine_while
                 cluster.wait_for({"one": 3, "two": 1})
 
             await under_streams(cluster, oracle, lose_and_return)
-            assert "of 4 workers prefill" in cluster.run("plan")
+            cluster.wait_until(lambda: "of 4 workers prefill" in cluster.run("plan"), "the planner counts all workers")
