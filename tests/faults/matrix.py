@@ -4,7 +4,7 @@ A cell of the matrix holds a request in the phase, injects the fault, and lets t
 router serves other requests. Then the cell ends the fault and checks that every answer was right and nothing leaked.
 
 To add a fault, add a value to `Fault` and say in `inject`, `_inject_into_redis` and `_inject_into_network` how it
-begins and how it ends; mypy reports a missing case, and the tests run it for each `Subject` in each `Phase`, and
+begins and how it ends; mypy reports a missing case, and `pytest -m faults` runs it for each `Subject` in each `Phase`,
 for each `Side` and `FetchPhase` of `fetch_matrix.py`, and for each `MoveSide` and `MovePhase` of `move_matrix.py`.
 `displacement_matrix.py` has its own list of faults, `FAULTS`, for models that displace each other.
 
