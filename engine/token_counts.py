@@ -9,6 +9,9 @@ _MAX_SINGLY = 16
 """Maximum number of new tokens that are counted one by one. With more, all tokens are counted at once."""
 
 
+_NO_IDS, _NO_COUNTS = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
 class TokenCounts:
     """Counts the distinct tokens of a growing sequence."""
 
@@ -17,8 +20,7 @@ class TokenCounts:
     def __init__(self) -> None:
         self._end = 0
         self._places: dict[int, int] = {}
-        self._ids = np.empty(0, np.int64)
-        self._counts = np.empty(0, np.float32)
+        self._ids, self._counts = _NO_IDS, _NO_COUNTS
 
     def of(
         self, tokens: npt.NDArray[np.int32], begin: int = 0

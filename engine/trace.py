@@ -58,7 +58,7 @@ class StepTrace:
     def add(self, step: InFlightStep, result: StepResult, waiting: int, waiting_tokens: int) -> None:
         """Records a collected step."""
         decodes, prefills = len(step.plan.decodes), step.plan.prefills
-        prefill_context = sum(chunk.end for chunk in prefills)
+        prefill_context = sum([chunk.end for chunk in prefills])
         self._records.append(
             StepRecord(
                 lane=step.lane_kind,

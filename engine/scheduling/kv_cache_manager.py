@@ -62,9 +62,11 @@ class KVCacheManager:
     def load(self, hashes: Sequence[bytes], found: list[int], num_tokens: int, headroom: int) -> bytes | None:
         """Starts to load the blocks after the pages `found` from host memory, like `find`. Returns the last of them."""
         host, first = self._host, len(found)
-        blocks = host.should_load(hashes, first, num_tokens) if host is not None else 0
+        if host is None:
+            return None
+        blocks = host.should_load(hashes, first, num_tokens)
         loading = list(takewhile(lambda block: not self._is_known(block), hashes[first : first + blocks]))
-        if host is None or not loading:
+        if not loading:
             return None
         load = host.load(loading, found, blocks_for(num_tokens) - first + headroom, self._on_loaded)
         if load is None:

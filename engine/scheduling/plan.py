@@ -54,29 +54,31 @@ class Plan:
             come first in the batch.
         prefills: Longer chunks, of prompts and of decodes with tokens that a grammar forced.
         token_sources: See `engine.batch.Batch`.
+        work: The plan's work, from which the performance model predicts its time.
     """
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
     token_sources: IntArray | None = None
+    work: Work = field(init=False, default_factory=Work)
+
+    def __post_init__(self) -> None:
+        if count := len(self.decodes):
+            self.work = Work.decode(count, sum([chunk.start for chunk in self.decodes]) + count)
+        for chunk in self.prefills:
+            self.work += Work.prefill(chunk.num_tokens, chunk.start)
 
     def add(self, seq: Sequence, start: int, num_tokens: int) -> None:
         """Adds a chunk. The tokens before it must be computed by then."""
         num_samples = int(start + num_tokens == seq.num_tokens)
         chunks = self.decodes if num_tokens == 1 else self.prefills
         chunks.append(Chunk(seq, start, num_tokens, num_samples, seq.choices))
+        self.work += Work.prefill(num_tokens, start)
 
     @property
     def chunks(self) -> list[Chunk]:
         """All chunks, in the batch's order."""
         return self.decodes + self.prefills if self.prefills else self.decodes
-
-    @property
-    def work(self) -> Work:
-        """The plan's work, from which the performance model predicts its time."""
-        count = len(self.decodes)
-        decodes = Work.decode(count, sum([chunk.start for chunk in self.decodes]) + count)
-        return sum([Work.prefill(chunk.num_tokens, chunk.start) for chunk in self.prefills], decodes)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

@@ -9,7 +9,7 @@ past, or else as predicted. The queue accepts another request
       for the others.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from math import inf
 
@@ -46,7 +46,7 @@ class QueueLimit:
         self.tokens = 0
         self._predicted_s = predicted_s
         self._max_wait_s = max_wait_s
-        self._by_tenant: Counter[str] = Counter()
+        self._by_tenant: dict[str, int] = {}
         self._taken: deque[tuple[float, int]] = deque()
         self._taken_tokens = 0
         self._since = 0.0
@@ -58,7 +58,7 @@ class QueueLimit:
         bound = min(bound, self._leaving_in_time(now))
         if self.tokens + tokens <= bound:
             return
-        own, tenants = self._by_tenant[tenant], len(self._by_tenant.keys() | {tenant})
+        own, tenants = self._by_tenant.get(tenant, 0), len(self._by_tenant.keys() | {tenant})
         over_share = own + tokens - bound // tenants
         if own and over_share > 0 and tenants > 1:
             # while others wait, one in `tenants` tokens that leave is this tenant's
@@ -76,7 +76,7 @@ class QueueLimit:
             self._since, self._taken_tokens = now, 0
             self._taken.clear()
         self.tokens += tokens
-        self._by_tenant[tenant] += tokens
+        self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + tokens
 
     def take(self, tenant: str, tokens: int, now: float) -> None:
         """Counts a request that leaves because it is scheduled."""
@@ -88,8 +88,10 @@ class QueueLimit:
     def remove(self, tenant: str, tokens: int) -> None:
         """Counts a request that leaves without being scheduled."""
         self.tokens -= tokens
-        self._by_tenant[tenant] -= tokens
-        if not self._by_tenant[tenant]:
+        left = self._by_tenant[tenant] - tokens
+        if left:
+            self._by_tenant[tenant] = left
+        else:
             del self._by_tenant[tenant]
 
     def hold(self) -> None:

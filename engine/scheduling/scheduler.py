@@ -180,23 +180,21 @@ class Scheduler:
         self._exhausted_at = -1
         lane = Plan()
         # Once the lane has a chunk, the batch has the lower limit; once the batch exceeds that, the lane gets none.
-        batch, limit, lane_left = step.work, budget.mixed, budget.lane_chunk
-        while lane_left or limit.fits(batch, Work.prefill(1)):
-            fits = _always if lane_left or budget.chunked else partial(limit.fits, batch)
+        limit, lane_left = budget.mixed, budget.lane_chunk
+        while lane_left or limit.fits(step.work, Work.prefill(1)):
+            fits = _always if lane_left or budget.chunked else partial(limit.fits, step.work)
             seq = self._next_prefilling(fits) or self._start_next(fits, now)
             if seq is None:
                 self._exhausted_at = self.version
                 break
             computed, count = seq.num_computed, seq.num_tokens - seq.num_computed
             if budget.chunked:
-                count = limit.chunk(batch, count, computed)
+                count = limit.chunk(step.work, count, computed)
                 if not count:  # it attends to too many tokens: the next step has room for it
                     break
-            work = Work.prefill(count, computed)
-            if budget.chunked or limit.fits(batch, work):
+            if budget.chunked or limit.fits(step.work, Work.prefill(count, computed)):
                 step.add(seq, computed, count)
-                batch += work
-                if lane_left and not budget.mixed_with_lane.fits(batch, Work()):
+                if lane_left and not budget.mixed_with_lane.allows(step.work):
                     lane_left = 0
             else:
                 count = min(count, lane_left)

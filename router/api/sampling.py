@@ -89,7 +89,7 @@ def sampling_message(
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,
-        logit_bias=bias,
+        logit_bias=bias or None,
         seed=seed,
         top_logprobs=request.alternatives,
         max_tokens=max_tokens,

@@ -71,12 +71,13 @@ class CostPolicy:
 
         ways.sort(key=_cost_ms)
         near = [way for way in ways if way.option.cost_ms <= near_ms]
-        simplest = min(_effort(way.option) for way in near)
-        equals = [way for way in near if _effort(way.option) == simplest]
+        efforts = [_effort(way.option) for way in near]
+        simplest = min(efforts)
+        equals = [way for way, effort in zip(near, efforts, strict=True) if effort == simplest]
         chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda way: way.decode.worker.requests)
 
         option, decode = chosen.option, chosen.decode
-        most_cached = max((blocks[one.worker_id] for one in warm), default=0)
+        most_cached = max([blocks[one.worker_id] for one in warm], default=0)
         return Placement(
             decode=decode.worker,
             prefill=_prefill_workers(ways, chosen),
@@ -84,7 +85,7 @@ class CostPolicy:
             prefix_source_blocks=blocks[option.prefix_source] if option.prefix_source else 0,
             long_prefill_tokens=decode.break_even(option),
             replicates_prefix=blocks.get(decode.worker.worker_id, 0) < most_cached,
-            predicted=(option, *(way.option for way in ways if way is not chosen)),
+            predicted=(option, *[way.option for way in ways if way is not chosen]),
             others=others,
         )
 

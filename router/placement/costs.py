@@ -35,6 +35,7 @@ The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
 """
 
 from bisect import bisect_right
+from math import inf
 from typing import NamedTuple
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
@@ -68,6 +69,7 @@ class PlacementQuery:
     Attributes:
         horizon: Tokens of each choice over which delays of later tokens are counted.
         safe_ttft_ms: Time to first token up to which nothing is late, or close to it.
+        safe_itl_ms: The same for the gaps of a stream.
     """
 
     def __init__(self, seen: Situation, settings: PolicySettings) -> None:
@@ -83,6 +85,7 @@ class PlacementQuery:
         self._evicted_reuse = seen.evicted_reuse
         self.safe_ttft_ms = settings.safe_share * seen.targets.slo_ttft_ms
         self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
+        self.safe_itl_ms = settings.safe_share * seen.targets.slo_itl_ms if seen.targets.slo_itl_ms else inf
         self._itl_miss_ms = settings.itl_miss * seen.targets.slo_itl_ms
         requests = prompt.choices + sum([worker.requests for worker in seen.combined])
         self._share_by_speed = settings.balanced_share * requests / sum([worker.speed for worker in seen.combined])
@@ -141,9 +144,9 @@ class PlacementQuery:
         excess = worker.requests + self.prompt.choices - share
         return excess * self.horizon * worker.lone_step_ms if excess > 0 else 0.0
 
-    def eviction_ms(self, worker: Candidate) -> float:
-        """The expected time to compute again, or to load back, the pages that this prompt would evict."""
-        evicted = self.cached(worker).missing_pages - worker.free_pages
+    def eviction_ms(self, worker: Candidate, missing_pages: int) -> float:
+        """The expected time to compute again, or to load back, the pages that these would evict."""
+        evicted = missing_pages - worker.free_pages
         if evicted <= 0:
             return 0.0
         page_ms = BLOCK_SIZE * self._token_cost_ms(worker)
@@ -163,11 +166,11 @@ class PlacementQuery:
         """The cost of a stream with gaps of this length."""
         return self._itl_miss_ms * self._violation(gap_ms, self.targets.slo_itl_ms)
 
-    def no_room_ms(self, worker: Candidate) -> float:
+    def no_room_ms(self, worker: Candidate, missing_pages: int) -> float:
         """The cost of a late first token if the worker has too few pages: the request would wait until others end."""
         if worker.num_pages <= 0 or not worker.serving:  # a pool that sleeps is empty when it wakes
             return 0.0
-        pages = self.cached(worker).missing_pages + self._output_pages
+        pages = missing_pages + self._output_pages
         return 0.0 if pages <= worker.free_pages + worker.cached_pages else self._ttft_miss_ms
 
     def with_overdue_ms(self, worker: Candidate, wait_ms: float, rest_ms: float) -> float:
@@ -249,10 +252,12 @@ class DecodePrediction:
         self._decode_ms = prompt.choices * horizon * itl_ms
         requests = worker.requests
         self._interference_ms = requests * horizon * max(0.0, itl_ms - worker.all_decode_ms) if requests else 0.0
-        self._eviction_ms = query.eviction_ms(worker)
+        missing_pages = self.cached.missing_pages
+        self._eviction_ms = query.eviction_ms(worker, missing_pages)
         self._imbalance_ms = query.imbalance_ms(worker)
-        self._slo_violation_ms = (prompt.choices + requests) * query.itl_violation_ms(itl_ms)
-        self._slo_violation_ms += query.no_room_ms(worker)
+        self._slo_violation_ms = query.no_room_ms(worker, missing_pages)
+        if itl_ms > query.safe_itl_ms:
+            self._slo_violation_ms += (prompt.choices + requests) * query.itl_violation_ms(itl_ms)
         self.shared_ms = self._wake_ms + settings.gap_weight * (self._decode_ms + self._interference_ms)
         self.shared_ms += self._eviction_ms + self._imbalance_ms + self._slo_violation_ms
 

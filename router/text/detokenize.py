@@ -23,6 +23,8 @@ _REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
 """Prompt tokens at the start of a window. One token with text is enough; special tokens have none."""
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 _MAX_SPLIT = 4
 """Maximum number of tokens of one UTF-8 character."""
 
@@ -113,7 +115,7 @@ class _ByteLevel:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = _Utf8Decoder(errors="replace")
         self._inside = False  # the bytes so far end within a character
 
     def push(self, token_id: int) -> str:
