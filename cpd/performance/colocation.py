@@ -89,10 +89,33 @@ class BatchLimit(NamedTuple):
 
     def chunk(self, batch: Work, tokens: int, before: int) -> int:
         """Returns how many of `tokens` tokens of a prompt, after `before` computed ones, may join a batch."""
-        if self.fits(batch, Work.prefill(tokens, before)):
-            return tokens
-        sizes = range(1, min(tokens, self.tokens - batch.tokens + 1))
-        return bisect_right(sizes, False, key=lambda size: not self.fits(batch, Work.prefill(size, before)))
+        high = max(0, min(tokens, self.tokens - batch.tokens))
+        low = high if self.ms == inf else min(high, max(0, self.any_time_tokens - batch.tokens))
+        if low == high:
+            return high
+        above_ms = self.step_ms(batch + Work.prefill(high, before)) - self.ms
+        if above_ms <= 0:
+            return high
+        below_ms = self.ms - self.step_ms(batch + Work.prefill(low, before) if low else batch)
+        if below_ms < 0:
+            return low
+        # `low` fits and `high` does not. Times are nearly linear in between, so guesses by them take a third as many
+        # steps as a bisection. The weight of an end that stays is halved, or the other one would creep (the Illinois
+        # variant of false position).
+        last = 0
+        while high - low > 1:
+            size = low + int((high - low) * below_ms / (below_ms + above_ms))
+            size = min(max(size, low + 1), high - 1)
+            left_ms = self.ms - self.step_ms(batch + Work.prefill(size, before))
+            side = 1 if left_ms >= 0 else -1
+            if side > 0:
+                low, below_ms = size, left_ms
+                above_ms /= 2 if last == side else 1
+            else:
+                high, above_ms = size, -left_ms
+                below_ms /= 2 if last == side else 1
+            last = side
+        return low
 
 
 class PrefillBudget(NamedTuple):

@@ -29,6 +29,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cpd.common.errors import ConfigError
 from cpd.performance.profiles import find_profile
 
+_new = tuple.__new__  # makes a named tuple in half the time of a call of its class
+
 
 class Work(NamedTuple):  # created three times faster than a frozen dataclass
     """The work of one step. Works can be added: a mixed step is `decode + prefill`.
@@ -48,12 +50,12 @@ class Work(NamedTuple):  # created three times faster than a frozen dataclass
     @classmethod
     def decode(cls, seqs: int, context: int) -> Self:
         """Returns the work of one token for each of `seqs` sequences, which have `context` tokens in total."""
-        return cls(seqs, seqs, context, context)
+        return _new(cls, (seqs, seqs, context, context))
 
     @classmethod
     def prefill(cls, tokens: int, before: int = 0) -> Self:
         """Returns the work of a chunk of `tokens` tokens of one sequence that has `before` cached tokens."""
-        return cls(tokens, 1, before + tokens, tokens * before + tokens * (tokens + 1) // 2)
+        return _new(cls, (tokens, 1, before + tokens, tokens * before + tokens * (tokens + 1) // 2))
 
     @classmethod
     def total(cls, works: Iterable["Work"]) -> Self:
@@ -61,20 +63,12 @@ class Work(NamedTuple):  # created three times faster than a frozen dataclass
         return cls(*map(sum, zip(*works, strict=True)))
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
-        return Work(
-            self.tokens + other.tokens,
-            self.seqs + other.seqs,
-            self.context + other.context,
-            self.pairs + other.pairs,
-        )
+        tokens, seqs, context, pairs = other
+        return _new(Work, (self.tokens + tokens, self.seqs + seqs, self.context + context, self.pairs + pairs))
 
     def __sub__(self, other: "Work") -> "Work":
-        return Work(
-            self.tokens - other.tokens,
-            self.seqs - other.seqs,
-            self.context - other.context,
-            self.pairs - other.pairs,
-        )
+        tokens, seqs, context, pairs = other
+        return _new(Work, (self.tokens - tokens, self.seqs - seqs, self.context - context, self.pairs - pairs))
 
     @property
     def is_decode(self) -> bool:

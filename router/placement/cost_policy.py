@@ -60,11 +60,11 @@ class CostPolicy:
             others = partial(self._remote_options, query, seen, remote)
             shared_ms = min([decode.shared_ms for decode in remote])
             overhead_ms = min([one.overhead_ms for one in seen.prefill])
-            if shared_ms + min(overhead_ms, seen.targets.slo_ttft_ms) <= near_ms:  # otherwise no prediction could win
+            least_effort = min([seen.prompt.tokens - query.cached(one).tokens for one in seen.prefill]), True
+            winning_ms = self._displacing_ms(ways, near_ms, least_effort)
+            if shared_ms + min(overhead_ms, seen.targets.slo_ttft_ms) <= winning_ms:  # what any of them costs at least
                 prefills = self._prefill_predictions(query, seen)
-                least_ms = shared_ms + min([one.least_ms for one in prefills])
-                least_effort = min([one.uncached_tokens for one in prefills]), True
-                if least_ms <= self._displacing_ms(ways, near_ms, least_effort):
+                if shared_ms + min([one.least_ms for one in prefills]) <= winning_ms:
                     others = tuple
                     ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
                     near_ms = self._near_ms(ways, seen.targets.slo_ttft_ms)
