@@ -179,7 +179,8 @@ class CapacityModel:
         pages = (np.sqrt(DEVIATIONS**2 / 4 + pages) - DEVIATIONS / 2) ** 2
         in_steps = np.interp(targets.slo_itl or np.inf, self._step_ms, STREAMS)
         self._max_streams = float(max(1.0, min(fleet.max_num_seqs, pages, in_steps)))
-        self._longest_first = np.argsort(-self._local_ms[0], kind="stable")
+        measured_as = np.tile(np.arange(len(self._measured)), 3)  # in the order of demands, where prompts take as long
+        self._longest_first = np.lexsort((measured_as, -self._local_ms[0]))
         gain = self._remote_ms / self._local_ms[0]
         self._remote_order = np.lexsort((-self._remote_ms, np.round(gain, 2)))
 

@@ -41,6 +41,13 @@ def test_predictions_do_not_depend_on_the_number_with_which_caches_were_measured
     assert half[0].good_per_s > 1.01 * half[2].good_per_s
 
 
+def test_prompts_that_take_as_long_are_given_up_in_one_order_whatever_number_was_measured() -> None:
+    short, long = (Demand(rate, 1, 1, 467, answer) for rate, answer in ((180.0, 1), (188.0, 836)))
+    with_0, with_1 = (CapacityModel([short, long], fleet(4), TARGETS, current).predict(range(4)) for current in (0, 1))
+    assert with_0[1].good_share < 0.6
+    assert [one.good_per_s for one in with_0] == pytest.approx([one.good_per_s for one in with_1])
+
+
 def test_long_prompts_with_short_answers_are_computed_best_by_prefill_workers() -> None:
     model = CapacityModel([replace(LONG, rate=22.0)], fleet(), TARGETS)
     good = [one.good_per_s for one in model.predict(range(16))]
