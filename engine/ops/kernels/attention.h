@@ -18,19 +18,6 @@ namespace cpd {
 
 constexpr float kNoScore = -1e30f;  // largest score before any token
 
-// Uninitialised memory, aligned for vectors.
-class Buffer {
- public:
-  explicit Buffer(int64_t floats) : data_(new (std::align_val_t(64)) float[floats]) {}
-  float* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(float* data) const { operator delete[](data, std::align_val_t(64)); }
-  };
-  std::unique_ptr<float[], Free> data_;
-};
-
 // Softmax state of rows: sum of weights (one per lane), sum of weighted values, largest score. `Attention::add_values`
 // defines the order of values in a row.
 struct State {

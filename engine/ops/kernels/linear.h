@@ -21,6 +21,7 @@ constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
 constexpr int64_t kFewRows = 8, kLongPiecesPerThread = 4;  // of few rows: memory is read fastest in long streams
 constexpr int64_t kBlockBytes = 4096;                      // what the tiles of few rows use of a panel in turn
+constexpr int64_t kBlockedRows = 24, kBlockElements = 1024;  // of `linear_blocks`
 
 // sums += left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors vectors
 // of the panel's columns. Rows of sums are kPanel floats apart.
@@ -96,6 +97,70 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   });
 }
 
+// Writes a row's sums of a panel whose first column is `column`, with the bias, to row `y`; columns from `last` on are not
+// written.
+template <typename T>
+CPD_INLINE void write_sums(const float* sums, int64_t column, int64_t last, const T* bias, T* y) {
+  const int64_t columns = std::min<int64_t>(kPanel, last - column);
+  for (int64_t i = 0; i < columns; i += kLanes) {
+    Floats value = load(sums + i);
+    if (bias) value += load(bias + column + i, columns - i);
+    store(y + column + i, value, columns - i);
+  }
+}
+
+// Like `linear_piece`, of rows [0, m), at most kMostRows, and a plain weight whose factors are floats.
+//
+// Blocks of kBlockElements of the inner dimension come one after the other. A block of the panels stays in the
+// second-level cache while all rows use it; elements that are no floats are converted once for all rows.
+template <typename T>
+void linear_blocks(const T* x, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const T* bias, int64_t first,
+                   int64_t last, T* y) {
+  constexpr bool kConverts = !std::is_same_v<T, float>;
+  thread_local Buffer left_block(kConverts ? kKernelRows * kBlockElements : 0);
+  thread_local Buffer right_block(kConverts ? kColumns * kBlockElements : 0);
+  thread_local Buffer sums_of_piece(kMostRows * kColumns);
+  const int64_t words = k / kPerWord<T>, blocks = divide_up(k, kBlockElements);
+  const int64_t tiles = divide_up(m, kKernelRows), panels = divide_up(last - first, kPanel);
+  float* sums = sums_of_piece.data();  // [panels][m][kPanel]
+  std::fill_n(sums, panels * m * kPanel, 0.0f);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = words * block / blocks, count = words * (block + 1) / blocks - begin;
+    const int64_t elements = count * kPerWord<T>;
+    auto words_of = [&](int64_t panel) { return weight + ((first / kPanel + panel) * words + begin) * kPanel; };
+    if constexpr (kConverts) {
+      float* to = right_block.data();
+      for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t w = 0; w < count; ++w) {
+          Words from[kKernelVectors];
+          for (int v = 0; v < kKernelVectors; ++v) from[v] = load_words(words_of(panel) + w * kPanel + v * kLanes);
+          for (int f = 0; f < kFactorsPerWord<T>; ++f)
+            for (int v = 0; v < kKernelVectors; ++v, to += kLanes) store_words(to, factors<T>(from + v, f));
+        }
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = m * t / tiles, rows = m * (t + 1) / tiles - row;
+      const T* from = x + row * k + begin * kPerWord<T>;
+      const void* left = from;
+      if constexpr (kConverts) {
+        for (int64_t r = 0; r < rows; ++r) copy_factors(left_block.data() + r * elements, from + r * k, elements);
+        left = left_block.data();
+      }
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const void* right = words_of(panel);
+        if constexpr (kConverts) right = right_block.data() + panel * elements * kPanel;
+        const int64_t vectors = divide_up(std::min<int64_t>(kPanel, last - first - panel * kPanel), kLanes);
+        microkernel_for<float>(rows, vectors)(static_cast<const uint32_t*>(left), kConverts ? elements : k,
+                                              static_cast<const uint32_t*>(right), elements,
+                                              sums + (panel * m + row) * kPanel);
+      }
+    }
+  }
+  for (int64_t panel = 0; panel < panels; ++panel)
+    for (int64_t row = 0; row < m; ++row)
+      write_sums(sums + (panel * m + row) * kPanel, first + panel * kPanel, last, bias, y + row * n);
+}
+
 // Computes rows [begin, end) of y and its columns [first, last): a piece of work of `linear`. `first` is that of a panel.
 //
 // x: [rows, k], and `quantized` the same by `quantize_rows` if the weight is quantised; then x is not read.
@@ -126,15 +191,12 @@ CPD_INLINE void linear_piece(const T* x, const uint32_t* quantized, int64_t begi
     }
   };
   auto write = [&](int64_t row, int64_t rows, int64_t column) {
-    const int64_t columns = std::min<int64_t>(kPanel, last - column);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < columns; i += kLanes) {
-        Floats value = load(sums + r * kPanel + i);
-        if (bias) value += load(bias + column + i, columns - i);
-        store(y + (row + r) * n + column + i, value, columns - i);
-      }
+    for (int64_t r = 0; r < rows; ++r) write_sums(sums + r * kPanel, column, last, bias, y + (row + r) * n);
   };
 
+  if constexpr (std::is_same_v<Factor<T>, float>)
+    if (is_plain && m >= kBlockedRows)
+      return linear_blocks(x + begin * k, m, k, weight.words(), n, bias, first, last, y + begin * n);
   if (m > kFewRows) {
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = begin + m * t / tiles, rows = begin + m * (t + 1) / tiles - row;

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <type_traits>
 #include <utility>
 
@@ -44,6 +46,19 @@ constexpr bool kHasDot = true;
 #else
 constexpr bool kHasDot = std::is_same_v<T, float>;
 #endif
+
+// Uninitialised memory, aligned for vectors.
+class Buffer {
+ public:
+  explicit Buffer(int64_t floats) : data_(new (std::align_val_t(64)) float[floats]) {}
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { operator delete[](data, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float[], Free> data_;
+};
 
 #define CPD_INLINE inline __attribute__((always_inline))
 
