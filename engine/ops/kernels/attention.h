@@ -6,8 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "attention_plan.h"
 #include "rows.h"
