@@ -27,6 +27,7 @@ ALL: dict[str, Any] = {
     "drainSeconds": 45,
     "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
     "routers": {
+        "env": [{"name": "OTEL_EXPORTER_OTLP_HEADERS", "value": "key=abc"}],
         "settings": {"slo-ttft": 1500, "policy": {"name": "cost", "gap-weight": 1}, "allowed-hosts": ["llm.example"]},
         "pod": {"nodeSelector": {"disk": "ssd"}},
     },
@@ -136,6 +137,29 @@ def test_settings_reach_the_processes(helm: Path, tmp_path: Path, monkeypatch: p
     assert (worker.max_queue_tokens, worker.host_kv_memory) == (12_000_000, 8 << 30)
     assert router.log_format == worker.log_format == "json"
     assert router.drain_s == worker.drain_s == 45
+
+
+def test_other_services_set_no_setting(helm: Path) -> None:
+    """Kubernetes would give the pods CPD_PORT=tcp://… for a Service named cpd."""
+    for deployment in (one for one in render(helm, **LEAST, planner="act") if one["kind"] == "Deployment"):
+        assert deployment["spec"]["template"]["spec"]["enableServiceLinks"] is False
+    assert "invalid propertyName 'enableServiceLinks'" in refusal(
+        helm, **LEAST, routers={"pod": {"enableServiceLinks": True}}
+    )
+
+
+def test_pods_listen_where_they_are_told(helm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for values, host in ((LEAST, "0.0.0.0"), ({**LEAST, "host": "::"}, "::")):
+        manifests = render(helm, **values)
+        assert {_settings(manifests, name, tmp_path, monkeypatch).host for name in DEPLOYMENTS} == {host}
+
+
+def test_routers_and_workers_get_variables(helm: Path) -> None:
+    manifests = render(helm, **ALL)
+    given = {name: _environment(named(manifests, "Deployment", name)) for name in DEPLOYMENTS}
+    assert given[f"{RELEASE}-router"]["OTEL_EXPORTER_OTLP_HEADERS"] == "key=abc"
+    assert given[f"{RELEASE}-prefill"]["UCX_NET_DEVICES"] == "mlx5_0:1"
+    assert "UCX_NET_DEVICES" not in given[f"{RELEASE}-router"]
 
 
 def test_ports_agree_with_the_settings(
@@ -283,6 +307,7 @@ def test_prometheus_scrapes_the_admin_ports(helm: Path) -> None:
             "port": "admin",
             "scheme": "https",
             "honorLabels": True,
+            "relabelings": [{"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "router"}],
             "tlsConfig": {"insecureSkipVerify": True},
             "authorization": {"credentials": {"name": "cpd", "key": "operator-key"}},
         }
@@ -312,6 +337,14 @@ def test_keda_scales_the_workers_by_metrics_that_exist(helm: Path) -> None:
     assert named(render(helm, **LEAST), "Deployment", f"{RELEASE}-combined")["spec"]["replicas"] == 1
 
 
+def test_keda_starts_no_prefill_workers_if_there_are_to_be_none(helm: Path) -> None:
+    manifests = render(helm, **ALL, prefill={"replicas": 0})
+    assert named(manifests, "Deployment", f"{RELEASE}-prefill")["spec"]["replicas"] == 0
+    (scaled,) = (one for one in manifests if one["kind"] == "ScaledObject")
+    assert scaled["spec"]["scaleTargetRef"] == {"name": f"{RELEASE}-combined"}
+    assert "replicas" not in named(manifests, "Deployment", f"{RELEASE}-combined")["spec"]
+
+
 def test_a_planner_runs_if_it_is_wanted(helm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifests = render(helm, **LEAST, planner="act", settings={"slo-itl": 40, "log-format": "json"})
     planner = named(manifests, "Deployment", f"{RELEASE}-planner")
@@ -327,6 +360,7 @@ def test_a_planner_runs_if_it_is_wanted(helm: Path, tmp_path: Path, monkeypatch:
     inside = named(manifests, "NetworkPolicy", RELEASE)["spec"]["podSelector"]["matchLabels"]
     assert inside.items() <= planner["spec"]["template"]["metadata"]["labels"].items()
     assert not [one for one in render(helm, **LEAST) if one["metadata"]["name"] == f"{RELEASE}-planner"]
+    assert render(helm, **LEAST, planner=False) == render(helm, **LEAST)  # `off` without quotes
     assert "work against each other" in refusal(helm, **{**ALL, "planner": "act"})
     assert named(render(helm, **{**ALL, "planner": "advise"}), "Deployment", f"{RELEASE}-planner")
 
@@ -347,4 +381,4 @@ def test_the_compose_file_passes_settings_that_exist() -> None:
         ClusterSettings.model_fields
     )
     assert "redis_url" not in flags
-    assert services["head"]["ports"] == [f"8000:{ClusterSettings.model_fields['port'].default}"]
+    assert services["head"]["ports"] == [f"127.0.0.1:8000:{ClusterSettings.model_fields['port'].default}"]

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,29 @@ def test_each_run_book_has_an_alert() -> None:
 @pytest.mark.parametrize(("kind", "file"), [("config", "prometheus.yml"), ("rules", "rules.yml")])
 def test_promtool_finds_no_mistake(kind: str, file: str) -> None:
     ran = subprocess.run(["promtool", "check", kind, PROMETHEUS / file], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@needs_prometheus
+@pytest.mark.parametrize("job", ["cpd", "serving/chat"])  # by prometheus.yml, and by a PodMonitor of the chart
+def test_no_router_is_noticed_whatever_the_job(job: str, tmp_path: Path) -> None:
+    (alert,) = (one for one in ALERTS if one["alert"] == "CPDNoRouter")
+    fires = {"exp_labels": alert["labels"], "exp_annotations": alert["annotations"]}
+    at = {"alertname": alert["alert"]}
+    series = {"series": f'cpd_policy_fallback{{job="{job}"}}', "values": "0x5 stale"}
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [series],
+            "alert_rule_test": [
+                {**at, "eval_time": "5m", "exp_alerts": []},
+                {**at, "eval_time": "8m", "exp_alerts": [fires]},
+            ],
+        }
+    ]
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(PROMETHEUS / "rules.yml")], "tests": tests}))
+    ran = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -72,7 +96,7 @@ def test_compose_mounts_what_grafana_and_prometheus_read() -> None:
     (source,) = _read("provisioning/datasources/prometheus.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     (job,) = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["http_sd_configs"][0]["url"].split("/")[2] == f"head:{services['head']['ports'][0].split(':')[0]}"
+    assert job["http_sd_configs"][0]["url"].split("/")[2] == f"head:{services['head']['ports'][0].split(':')[-1]}"
 
 
 def _read(file: str) -> Any:

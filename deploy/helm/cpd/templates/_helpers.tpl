@@ -47,6 +47,11 @@ session-port: 9002
 {{- end }}
 {{- end }}
 
+{{- /* Not empty if a planner runs. YAML reads off without quotes as false. */ -}}
+{{- define "cpd.plans" -}}
+{{- if has (toString .Values.planner) (list "advise" "act") }}yes{{ end }}
+{{- end }}
+
 {{- define "cpd.plannerSettings" -}}
 cluster: {{ .Release.Namespace }}-{{ .Release.Name }}
 secret-file: /run/cpd/secret/cluster
@@ -61,7 +66,7 @@ planner: {{ .Values.planner }}
 - name: {{ .id }}
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: CPD_HOST
-  value: 0.0.0.0
+  value: {{ .root.Values.host | quote }}
 - name: CPD_ADVERTISE_HOST
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: CPD_REDIS_URL
@@ -71,6 +76,7 @@ planner: {{ .Values.planner }}
 {{- /* Fields of every pod. */ -}}
 {{- define "cpd.pod" -}}
 automountServiceAccountToken: false
+enableServiceLinks: false  # a Service named cpd would set CPD_PORT, which is a setting
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
