@@ -154,6 +154,34 @@ class Changes:
             free = (index for index in range(len(here) + count) if index not in here)
             new += [self._plan.process(kind, next(free), serves) for _ in range(count - len(here))]
             leaving += [name_of(kind, index, serves) for index in here[count:]][::-1]
+        self._start_and_end(new, leaving, tell)
+
+    def resize(self, workers: int, ready: Sequence[str], tell: Tell) -> list[str]:
+        """Starts or ends workers that began as combined ones until there are this many workers. One of them stays.
+
+        Args:
+            ready: The workers that are ready, those first that may end first. Some may have been started by hand.
+
+        Returns:
+            The names of the workers that have ended.
+
+        Raises:
+            CPDError: There is no room, or a new process does not start.
+        """
+        self._forget_drained()
+        own = {spec.name for spec in self._cluster.specs if spec.is_worker}
+        combined = [name_of("combined", index) for index in self._indices("combined")]
+        others = len(self._indices("prefill")) + sum(name not in own for name in ready)
+        wanted = max(1, workers - others)
+        if wanted > len(combined):
+            self.scale({"combined": wanted}, tell)
+        place = {name: number for number, name in enumerate(ready)}
+        leaving = sorted(combined, key=lambda name: place.get(name, -1))[: max(0, len(combined) - wanted)]
+        if leaving:
+            self._start_and_end([], leaving, tell)
+        return leaving
+
+    def _start_and_end(self, new: Sequence[ProcessSpec], leaving: Sequence[str], tell: Tell) -> None:
         if new:
             check_places([*self._cluster.specs, *new], self._cluster.resources())
             self._check_memory(new)
@@ -168,16 +196,6 @@ class Changes:
             shown += [f"{len(self._indices(kind, serves))} {kind}{of}" for kind in _WORKERS if not simulated]
         shown.append(f"{len(self._indices('router'))} router")
         tell(f"The cluster has {', '.join(shown)}")
-
-    def resize(self, workers: int, tell: Tell) -> None:
-        """Starts or ends combined workers until there are this many workers, one of them combined at least.
-
-        Raises:
-            CPDError: There is no room, or a new process does not start.
-        """
-        combined = max(1, workers - len(self._indices("prefill")))
-        if combined != len(self._indices("combined")):
-            self.scale({"combined": combined}, tell)
 
     def restart(self, arguments: Mapping[str, Any], tell: Tell) -> None:
         """Restarts processes one after the other, with the settings that the config file has now.

@@ -10,7 +10,8 @@ report there, which routers show. Each round:
     → write the report
 
 A round that fails changes nothing, says why once, and is repeated. If somebody else changes numbers or roles, the
-planner goes on from these. It gives a role back only to a worker that has lost it by a restart.
+planner goes on from these. It gives a role back only to a worker that has lost it by a restart. If no combined worker
+is left, it makes one.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from operator import itemgetter
 from secrets import token_hex
 from typing import Literal, cast
 
@@ -62,7 +65,11 @@ STEADY_S = 20.0
 """Time for which no worker may have joined or left before roles change, in seconds: it may just be restarting."""
 
 RETRY_S = 60.0
-"""Time after which the planner tries again to start or end workers, in seconds."""
+"""Time after which the planner tries again to change roles, or to start or end workers, in seconds."""
+
+GONE_S = 300.0
+"""Time after which a worker that is away does not get its role back, in seconds. If its name comes back after that, it
+is probably a new worker."""
 
 SHOWN_CHANGES = 16
 """Number of changes that a report shows: more than there can be in an hour."""
@@ -78,12 +85,29 @@ class Bounds:
     """How many workers a planner may start and leave.
 
     Attributes:
-        resize: Starts or ends workers until there are this many, and returns when it has. Raises CPDError.
+        resize: Starts or ends workers until there are this many, and returns the names of those that have ended. It
+            gets the workers that are ready, those first that may end first. Raises CPDError.
     """
 
     least: int
     most: int
-    resize: Callable[[int], None]
+    resize: Callable[[int, Sequence[str]], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a planner with the lease knows.
+
+    Attributes:
+        feed: What arrives.
+        sizer: None if the number of workers stays.
+        ready_at: When each worker was ready, the last time.
+    """
+
+    feed: ArrivalFeed
+    planner: Planner
+    sizer: Sizer | None
+    ready_at: dict[str, float]
 
 
 class ClusterPlanner:
@@ -117,11 +141,10 @@ class ClusterPlanner:
         self._name = f"{socket.gethostname()}:{os.getpid()}:{token_hex(4)}"
         self._problem = ""
         self._unreadable: set[str] = set()  # leases
-        self._feed: ArrivalFeed | None = None  # None until this planner has the lease
-        self._planner: Planner | None = None
-        self._sizer: Sizer | None = None
+        self._state: _State | None = None  # None until this planner has the lease
         self._resizing: asyncio.Task[None] | None = None
         self._resized_at = -RETRY_S
+        self._refused_at = -RETRY_S  # when no worker took the role that it should get
         self._size_problem = ""
         self._known: frozenset[str] | None = None  # workers
         self._steady_since = 0.0
@@ -160,6 +183,9 @@ class ClusterPlanner:
                     problem = str(error)
                 except (RedisError, OSError) as error:
                     problem = f"Redis does not answer: {error}"
+                except Exception as error:  # the next round may do better
+                    log.exception("the planner failed")
+                    problem = f"it failed: {error!r}"
                 if problem != self._problem:
                     self._say(f"The planner waits: {problem}" if problem else "The planner plans again")
                 self._problem = problem
@@ -170,41 +196,55 @@ class ClusterPlanner:
     async def _round(self, redis: Redis, lease: PlannerLease) -> None:
         """Raises CPDError, RedisError or OSError if nothing can be planned now."""
         if holder := await lease.hold():
-            self._feed = None
+            self._state = None
             raise CPDError(f"{holder} plans for this cluster")
         listed = await members(redis, self._cluster, self._secret, self._unreadable)
         views = await self._ask([member for member in listed if member.kind == "router"])
         now = time.monotonic()
         view = max(views, key=lambda one: len(one["workers"]))
-        if self._feed is None:
-            self._take_over(parse_report((await read_plan(redis, self._cluster, self._secret))[0]))
-            self._feed = ArrivalFeed(LoadMeter(now, view["expected_output"]), now)
-        feed = self._feed
+        if self._state is None:
+            report = parse_report((await read_plan(redis, self._cluster, self._secret))[0])
+            self._state = self._take_over(report, view["expected_output"], now)
+        state = self._state
         for one in views:
-            feed.add(one["router"], one["began"], one["arrivals"], now)
-        feed.asked(now)
+            state.feed.add(one["router"], one["began"], one["arrivals"], now)
         workers = view["workers"]
-        if not any(worker["role"] == "combined" for worker in workers):
-            raise CPDError("no combined worker is ready")
+        if not workers:
+            raise CPDError("no worker is ready")
+        self._forget_roles(workers, state, now)
         if self._mode == "act" and self._resizing is None:
             await self._restore(workers, lease)
         unsteady = self._unsteady(frozenset(worker["id"] for worker in workers), now)
-        plan = self._decide(view, feed.meter, now, unsteady)
-        self._report(plan, feed.meter, len(workers), now)
-        if plan.changes and self._mode == "act":
-            await self._change(plan, workers, lease)
-        elif not unsteady:
-            self._size(view, feed.meter, now)
+        plan = _decide(view, state, now, unsteady)
+        self._report(plan, state.feed.meter, len(workers), now)
+        if plan.changes and self._mode == "act" and now - self._refused_at >= RETRY_S:
+            await self._change(plan, workers, lease, state.planner)
+        elif not unsteady and plan.current < len(workers):
+            self._size(view, state, now)
         if holder := await lease.hold(orjson.dumps(self._last)):
             raise CPDError(f"{holder} plans for this cluster")
 
-    def _take_over(self, report: PlanReport | None) -> None:
-        """Goes on from another planner's report."""
-        self._planner = self._sizer = self._known = None
+    def _take_over(self, report: PlanReport | None, expected_output: int, now: float) -> _State:
+        """Begins to measure, and goes on from another planner's report."""
+        self._known = None
         if report is not None:
-            self._last.update(
-                {"changes": report["changes"], "changes_total": report["changes_total"], "roles": report["roles"]}
-            )
+            away = time.time() - report["at"] > GONE_S  # and workers of these names may be others
+            self._last.update({"changes": report["changes"], "changes_total": report["changes_total"]})
+            self._last["roles"] = {} if away else report["roles"]
+        ago = [time.time() - change["at"] for change in self._last["changes"]] if self._mode == "act" else []
+        return _State(
+            ArrivalFeed(LoadMeter(now, expected_output)),
+            Planner(now, [now - seconds for seconds in ago]),
+            Sizer(self._bounds.least, self._bounds.most, now) if self._bounds is not None else None,
+            dict.fromkeys(self._last["roles"], now),
+        )
+
+    def _forget_roles(self, workers: Sequence[PlannedWorker], state: _State, now: float) -> None:
+        """Forgets the roles of workers that have been away for too long to be the same."""
+        roles = self._last["roles"]
+        state.ready_at.update((worker["id"], now) for worker in workers)
+        for name in [name for name in roles if now - state.ready_at[name] > GONE_S]:
+            del roles[name]
 
     async def _ask(self, routers: Sequence[Member]) -> list[PlannerView]:
         """Returns the views of the routers that answer.
@@ -214,6 +254,8 @@ class ClusterPlanner:
         """
         asked = PeerRouters("", lambda: routers).ask("/load", f"Bearer {self._secret.admin_key}".encode())
         answers = await asked
+        if any(answer.status == HTTPStatus.CONFLICT for answer in answers):
+            raise CPDError("the cluster has several models, and a planner works for one only")
         views: list[PlannerView] = [orjson.loads(answer.body) for answer in answers if answer.ok]
         if not views:
             reasons = [f"{answer.router_id}: {answer.error}" for answer in answers] or ["none is there"]
@@ -228,16 +270,6 @@ class ClusterPlanner:
         if self._resizing is not None:
             return "the number of workers is changing"
         return "a worker has just joined or left" if now - self._steady_since < STEADY_S else ""
-
-    def _decide(self, view: PlannerView, meter: LoadMeter, now: float, unsteady: str) -> Plan:
-        current = _prefill_workers(view)
-        if unsteady:
-            return Plan(current, current, unsteady)
-        if self._planner is None or self._mode == "advise":  # what is not carried out does not have to settle
-            targets = Targets(view["slo_ttft"], view["slo_itl"])
-            ago = [time.time() - change["at"] for change in self._last["changes"]] if self._mode == "act" else []
-            self._planner = Planner(targets, meter.began, [now - seconds for seconds in ago])
-        return self._planner.plan(meter.demands(now), meter.requests(now), _fleet(view), current, now)
 
     def _report(self, plan: Plan, meter: LoadMeter, workers: int, now: float) -> None:
         """Puts a decision into the report."""
@@ -261,48 +293,54 @@ class ClusterPlanner:
                 f" {plan.current}: {plan.reason}"
             )
 
-    def _size(self, view: PlannerView, meter: LoadMeter, now: float) -> None:
+    def _size(self, view: PlannerView, state: _State, now: float) -> None:
         """Decides how many workers there should be, and begins to start or end some."""
-        if self._bounds is None:
+        if self._bounds is None or state.sizer is None:
             return
-        if self._sizer is None:
-            targets = Targets(view["slo_ttft"], view["slo_itl"])
-            self._sizer = Sizer(targets, self._bounds.least, self._bounds.most, now)
-        fleet = _fleet(view)
-        size = self._sizer.size(meter.demands(now), meter.requests(now), fleet, _prefill_workers(view), now)
+        fleet, meter = _fleet(view), state.feed.meter
+        size = state.sizer.size(meter.demands(now), meter.seen(now), fleet, _targets(view), _prefill_workers(view), now)
         news = size.workers not in (fleet.count, self._last["wanted_workers"])
         self._last.update({"wanted_workers": size.workers, "size_reason": size.reason})
         if news:
             does = "wants" if self._mode == "act" else "advises"
             self._say(f"The planner {does} {size.workers} workers instead of {fleet.count}: {size.reason}")
         if self._mode == "act" and size.workers != fleet.count and now - self._resized_at >= RETRY_S:
-            self._resizing = asyncio.create_task(self._resize(self._bounds, size.workers))
+            self._resizing = asyncio.create_task(self._resize(self._bounds, size.workers, may_end(view["workers"])))
 
-    async def _resize(self, bounds: Bounds, workers: int) -> None:
+    async def _resize(self, bounds: Bounds, workers: int, ready: Sequence[str]) -> None:
         """Starts or ends workers. It may take minutes, and rounds go on meanwhile."""
         problem = ""
         try:
             with self._holding() as free:
                 if free:
-                    await asyncio.to_thread(bounds.resize, workers)
+                    for name in await asyncio.to_thread(bounds.resize, workers, ready):
+                        self._last["roles"].pop(name, None)
         except CPDError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the planner goes on
+            log.exception("the number of workers could not be changed")
+            problem = repr(error)
         finally:
             self._resized_at, self._resizing = time.monotonic(), None
         if problem not in ("", self._size_problem):
             self._say(f"The planner could not change the number of workers: {problem}")
         self._size_problem = problem
 
-    async def _change(self, plan: Plan, workers: Sequence[PlannedWorker], lease: PlannerLease) -> None:
-        """Changes the roles of as few workers as possible, those with the fewest requests first."""
+    async def _change(
+        self, plan: Plan, workers: Sequence[PlannedWorker], lease: PlannerLease, planner: Planner
+    ) -> None:
+        """Changes the roles of as few workers as possible, those with the fewest requests first.
+
+        If somebody else is changing the cluster, or no worker changes its role, it is planned again later.
+        """
         role: Role = "prefill" if plan.prefill_workers > plan.current else "combined"
         wanted = abs(plan.prefill_workers - plan.current)
         changed: list[str] = []
         errors: list[str] = []
         with self._holding() as free:
             if not free:
-                errors.append("the cluster is being changed by a command")
-            for worker in in_order(workers, role) if free else ():
+                return
+            for worker in in_order(workers, role):
                 if len(changed) == wanted:
                     break
                 try:
@@ -313,6 +351,14 @@ class ClusterPlanner:
                 except (RedisError, OSError) as error:
                     errors.append(f"Redis does not answer: {error}")
                     break
+        total, problem = self._last["workers"], "; ".join(errors)
+        if len(changed) < wanted:
+            self._say(f"The planner wanted {plan.prefill_workers} of {total} to prefill: {problem}")
+        if not changed:
+            self._refused_at = time.monotonic()
+            self._last["reason"] = f"{plan.reason}; no worker changes its role: {problem}"
+            return
+        planner.changed(time.monotonic())
         present = plan.current + (len(changed) if role == "prefill" else -len(changed))
         change: ChangeReport = {
             "at": time.time(),
@@ -320,19 +366,13 @@ class ClusterPlanner:
             "after": present,
             "workers": changed,
             "reason": plan.reason,
-            "error": "; ".join(errors),
+            "error": problem,
         }
         self._last["changes"] = [*self._last["changes"], change][-SHOWN_CHANGES:]
-        self._last["changes_total"] += bool(changed)
+        self._last["changes_total"] += 1
         self._last["current"] = present
-        total = self._last["workers"]
-        if changed:
-            kind = f"{role} workers" if len(changed) > 1 else f"a {role} worker"
-            self._say(
-                f"The planner makes {', '.join(changed)} {kind}: {present} of {total} prefill now ({plan.reason})"
-            )
-        if len(changed) < wanted:
-            self._say(f"The planner wanted {plan.prefill_workers} of {total} to prefill: {change['error']}")
+        kind = f"{role} workers" if len(changed) > 1 else f"a {role} worker"
+        self._say(f"The planner makes {', '.join(changed)} {kind}: {present} of {total} prefill now ({plan.reason})")
 
     async def _restore(self, workers: Sequence[PlannedWorker], lease: PlannerLease) -> None:
         """Gives workers that have restarted, with their first role, the role back that they had."""
@@ -376,6 +416,22 @@ class ClusterPlanner:
                 self._busy.release()
 
 
+def _decide(view: PlannerView, state: _State, now: float, unsteady: str) -> Plan:
+    """Decides how many workers prefill. `unsteady` says why nothing may change; empty if it may."""
+    current, meter = _prefill_workers(view), state.feed.meter
+    if unsteady:
+        return Plan(current, current, unsteady)
+    if current == len(view["workers"]):
+        return Plan(current - 1, current, "no combined worker is ready")
+    return state.planner.plan(meter.demands(now), meter.seen(now), _fleet(view), _targets(view), current, now)
+
+
+def may_end(workers: Sequence[PlannedWorker]) -> list[str]:
+    """Returns the names of the workers, those first that lose the least if they end: prefill ones have no streams."""
+    key = itemgetter("requests", "cached_pages", "id")
+    return [one["id"] for one in sorted(workers, key=lambda one: (one["role"] == "combined", key(one)))]
+
+
 def in_order(workers: Sequence[PlannedWorker], role: Role) -> list[PlannedWorker]:
     """Returns the workers that could get a role, those first that lose the least by the change."""
     others = [worker for worker in workers if worker["role"] != role]
@@ -408,10 +464,18 @@ def check_bounds(settings: ClusterSettings) -> None:
         raise ConfigError("--max-workers: the number of simulated workers can't change while they run")
     if settings.min_workers > settings.max_workers:
         raise ConfigError(f"--min-workers {settings.min_workers} is more than --max-workers {settings.max_workers}")
+    if settings.prefill >= settings.max_workers:
+        raise ConfigError(
+            f"--prefill {settings.prefill} leaves no combined worker within --max-workers {settings.max_workers}"
+        )
 
 
 def _prefill_workers(view: PlannerView) -> int:
     return sum(worker["role"] == "prefill" for worker in view["workers"])
+
+
+def _targets(view: PlannerView) -> Targets:
+    return Targets(view["slo_ttft"], view["slo_itl"])
 
 
 def _fleet(view: PlannerView) -> Fleet:

@@ -8,6 +8,7 @@ nothing in what the planner has measured.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
+from typing import NamedTuple
 
 from typing_extensions import TypedDict
 
@@ -65,51 +66,53 @@ class Arrivals:
         return [one.copy() for one in self._totals.values()]
 
 
+class _Answer(NamedTuple):
+    """What a router has told: its `Arrivals.began`, its totals by class, and when that was."""
+
+    began: str
+    totals: dict[RequestClass, ClassTotals]
+    at: float
+
+
 @dataclass(slots=True)
 class ArrivalFeed:
     """Adds the arrivals of all routers to a meter.
 
     Args:
         meter: Gets the arrivals.
-        since: Time of the first question, in seconds of the clock of `now`.
     """
 
     meter: LoadMeter
-    since: float
-    _seen: dict[str, tuple[str, dict[RequestClass, ClassTotals]]] = field(default_factory=dict)
+    _answers: dict[str, _Answer] = field(default_factory=dict)  # the last ones, by router
     _keys: dict[RequestClass, RequestClass] = field(default_factory=dict)
 
     def add(self, router: str, began: str, totals: Sequence[ClassTotals], now: float) -> None:
         """Adds what a router has counted since the last time.
 
-        What a router had counted before it was first asked does not count: nobody knows when that was.
+        It is taken to have arrived evenly since then. What a router had counted before it was first asked does not
+        count: nobody knows when that was.
 
         Args:
             router: Its name.
             began: Its `Arrivals.began`. All that it counted since another start is new.
         """
-        known = router in self._seen
-        before = self._seen[router][1] if known and self._seen[router][0] == began else {}
+        last = self._answers.get(router)
         by_class = {RequestClass(one["half_octave"], one["quarter"]): one for one in totals}
-        self._seen[router] = (began, by_class)
-        if not known:
+        self._answers[router] = _Answer(began, by_class, now)
+        if last is None:
             return
-        at = (self.since + now) / 2  # on average
+        before = last.totals if last.began == began else {}
         for key, total in by_class.items():
-            self._add_class(key, before.get(key) or _none_of(key), total, at)
+            self._add_class(key, before.get(key) or _none_of(key), total, last.at, now)
 
-    def asked(self, now: float) -> None:
-        """All routers were asked: what they tell next time has arrived since."""
-        self.since = now
-
-    def _add_class(self, key: RequestClass, old: ClassTotals, new: ClassTotals, at: float) -> None:
+    def _add_class(self, key: RequestClass, old: ClassTotals, new: ClassTotals, since: float, now: float) -> None:
         count = new["requests"] - old["requests"]
-        for _ in range(count):
+        for number in range(count):
             self._keys[key] = self.meter.arrived(
                 round((new["prompt_tokens"] - old["prompt_tokens"]) / count),
                 round((new["local_tokens"] - old["local_tokens"]) / count),
                 round((new["remote_tokens"] - old["remote_tokens"]) / count),
-                at,
+                since + (number + 0.5) / count * (now - since),
             )
         answers = new["answers"] - old["answers"]
         if key in self._keys:  # else they answer requests from before

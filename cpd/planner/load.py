@@ -18,6 +18,12 @@ from cpd.planner.capacity import Demand
 MEMORY_S = 60.0
 """Decay time of the counts. It averages over bursts, and is short beside what changes of load last."""
 
+MIN_REQUESTS = 50
+"""Number of requests without which nothing is decided."""
+
+MIN_RECENT = 10
+"""Decayed number of requests without which nothing is decided."""
+
 _LEAST_TOKENS = 64
 """Shorter prompts are of one class: computing them takes a step in any case."""
 
@@ -36,6 +42,18 @@ class RequestClass(NamedTuple):
         """The class of a prompt of which a combined worker computes `local_tokens`, at least one."""
         quarter = min(3, 4 * (prompt_tokens - local_tokens) // max(1, prompt_tokens))
         return cls(int(2 * log2(max(local_tokens, _LEAST_TOKENS))), quarter)
+
+
+class Seen(NamedTuple):
+    """The requests by which a load was measured: all since the meter began, and their decayed number."""
+
+    total: int
+    recent: float
+
+    @property
+    def enough(self) -> bool:
+        """True if something can be decided by them."""
+        return self.total >= MIN_REQUESTS and self.recent >= MIN_RECENT
 
 
 @dataclass(slots=True)
@@ -80,6 +98,7 @@ class LoadMeter:
 
     began: float
     expected_output: int
+    _total: int = 0
     _classes: dict[RequestClass, _Counts] = field(default_factory=dict)
 
     def arrived(self, prompt_tokens: int, local_tokens: int, remote_tokens: int, now: float) -> RequestClass:
@@ -96,6 +115,7 @@ class LoadMeter:
         if counts is None:
             counts = self._classes[key] = _Counts(now)
         counts.decay(now)
+        self._total += 1
         counts.requests += 1
         counts.local += local
         counts.remote += max(local, remote_tokens)
@@ -108,9 +128,10 @@ class LoadMeter:
         counts.answers += 1
         counts.output += output_tokens
 
-    def requests(self, now: float) -> float:
-        """The number of recent requests."""
-        return sum(one.requests * exp((one.at - now) / MEMORY_S) for one in self._classes.values())
+    def seen(self, now: float) -> Seen:
+        """The number of requests."""
+        recent = sum(one.requests * exp((one.at - now) / MEMORY_S) for one in self._classes.values())
+        return Seen(self._total, recent)
 
     def demands(self, now: float) -> list[Demand]:
         """The load, by class; classes without recent requests are left out."""

@@ -22,12 +22,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cpd.planner.capacity import CapacityModel, Demand, Fleet, Prediction, Targets
+from cpd.planner.load import Seen
 
 GOOD_SHARE = 0.9
 """Share of the requests that must be good for a load to count as served."""
-
-MIN_REQUESTS = 50
-"""Requests without which nothing is changed."""
 
 SETTLE_S = 20.0
 """Time until the first change, and after a change until the next one, in seconds."""
@@ -70,30 +68,32 @@ class Planner:
         changes: Times of the changes that an earlier planner made, oldest first.
     """
 
-    def __init__(self, targets: Targets, began: float, changes: Iterable[float] = ()) -> None:
-        self._targets = targets
+    def __init__(self, began: float, changes: Iterable[float] = ()) -> None:
         self._began = began
         self._changes = deque(changes)  # times of those in the last hour
 
-    def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
-        """Decides for the next seconds. A plan that `changes` is taken as carried out.
+    def plan(
+        self, demands: Sequence[Demand], seen: Seen, fleet: Fleet, targets: Targets, current: int, now: float
+    ) -> Plan:
+        """Decides for the next seconds.
 
         Args:
             demands: The load.
-            requests: Number of requests by which it was measured.
+            seen: The requests by which it was measured.
             fleet: All workers.
             current: How many of them are prefill workers.
             now: Time in seconds.
         """
-        if requests < MIN_REQUESTS or not demands:
-            return Plan(current, current, f"{requests:.0f} recent requests are too few to plan by")
+        if not (seen.enough and demands):
+            counted = f"{seen.total} so far, {seen.recent:.0f} of them recent"
+            return Plan(current, current, f"too few requests to plan by: {counted}")
         if now < self._began + SETTLE_S:
             return Plan(current, current, f"the load has been measured for less than {SETTLE_S:.0f} s")
         if self._changes and now < self._changes[-1] + SETTLE_S:
             return Plan(current, current, "the last change is not settled")
         while self._changes and now >= self._changes[0] + 3600:
             self._changes.popleft()
-        model = CapacityModel(demands, fleet, self._targets, current)
+        model = CapacityModel(demands, fleet, targets, current)
         numbers = range(fleet.count)  # one worker, at least, is combined
         scale, predictions = self._at_the_limit(model, numbers)
         good = {one.prefill_workers: one.good_per_s for one in predictions}
@@ -106,8 +106,11 @@ class Planner:
         if chosen == current or (self._changes and good[current] >= enough):
             reason += f": too little for a change, after {len(self._changes)} in the last hour"
             return Plan(current, current, reason, scale, tuple(predictions))
-        self._changes.append(now)
         return Plan(chosen, current, reason, scale, tuple(predictions))
+
+    def changed(self, now: float) -> None:
+        """Tells that roles have changed."""
+        self._changes.append(now)
 
     def _at_the_limit(self, model: CapacityModel, numbers: Sequence[int]) -> tuple[float, list[Prediction]]:
         """Returns the load at which to compare, as a factor of the measured one, and the predictions there."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from cpd.planner.capacity import CapacityModel, Demand, Fleet, Targets
-from cpd.planner.planner import MIN_REQUESTS
+from cpd.planner.load import Seen
 
 MISSED = 0.02
 """Share of the good requests that may be lost where workers are enough."""
@@ -51,25 +51,26 @@ class Sizer:
         began: Time at which it begins, in seconds of the clock of `now`.
     """
 
-    def __init__(self, targets: Targets, least: int, most: int, began: float) -> None:
-        self._targets = targets
+    def __init__(self, least: int, most: int, began: float) -> None:
         self._least, self._most = least, most
         self._began = began
         self._needed = deque[tuple[float, int]]()  # times, and `needed(SPARE)`, falling: the first one is the largest
 
-    def size(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Size:
+    def size(
+        self, demands: Sequence[Demand], seen: Seen, fleet: Fleet, targets: Targets, current: int, now: float
+    ) -> Size:
         """Decides for the next minutes; the arguments are those of `Planner.plan`."""
         count = fleet.count
         if not self._least <= count <= self._most:
             return Size(min(max(count, self._least), self._most), f"between {self._least} and {self._most} are wanted")
-        model = CapacityModel(demands, fleet, self._targets, current) if demands else None
+        model = CapacityModel(demands, fleet, targets, current) if demands else None
         present, room, spare = self._enough(model)
         while self._needed and self._needed[-1][1] <= spare:
             self._needed.pop()
         self._needed.append((now, spare))
         while self._needed[0][0] < now - CALM_S:
             self._needed.popleft()
-        if requests >= MIN_REQUESTS and count < present:
+        if seen.enough and count < present:
             return Size(room, f"the present ones are too few for {GROW:g} times the measured load")
         largest = self._needed[0][1]
         if largest < count and now - self._began >= CALM_S:

@@ -140,7 +140,7 @@ class SimCluster:
             self._events.at(time_s, self.set_prefill_workers, count)
         self.plans: list[tuple[float, Plan]] = []
         if settings.planner == "act" and system.prefill_workers:
-            self._planner = Planner(PlanTargets(settings.slo_ttft, settings.slo_itl), began=0.0)
+            self._planner, self._plan_targets = Planner(began=0.0), PlanTargets(settings.slo_ttft, settings.slo_itl)
             self._events.at(PLAN_INTERVAL_S, self._plan)
 
     def set_prefill_workers(self, count: int) -> None:
@@ -164,10 +164,12 @@ class SimCluster:
         """Lets the planner decide, and does what it says."""
         now, meter = self._events.now, self._router.meter
         current = sum(one.role == "prefill" for one in self.workers)
-        plan = self._planner.plan(meter.demands(now), meter.requests(now), self._router.fleet(), current, now)
+        fleet, targets = self._router.fleet(), self._plan_targets
+        plan = self._planner.plan(meter.demands(now), meter.seen(now), fleet, targets, current, now)
         self.plans.append((now, plan))
         if plan.changes:
             self.set_prefill_workers(plan.prefill_workers)
+            self._planner.changed(now)
         self._events.after(PLAN_INTERVAL_S, self._plan)
 
     def sustains(self, share: float, expected: float) -> bool:

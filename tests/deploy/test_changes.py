@@ -1,16 +1,18 @@
 """What needs no Ray; the changes themselves are tested in tests/e2e/test_up.py."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
+
+import pytest
 
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.scaling import ModelNumbers
 from cpd.common.settings import ClusterSettings
 from deploy.changes import FIXED, STARTS, Changes, Plan, start_error
-from deploy.cluster import Cluster
+from deploy.cluster import Cluster, Tell
 from deploy.process import ProcessState
-from deploy.processes import LAUNCH_MARK, processes
+from deploy.processes import LAUNCH_MARK, ProcessSpec, processes
 from deploy.state import ClusterState
 from tests.secret import secret_file
 
@@ -57,6 +59,9 @@ class Started:
         self.specs = processes(settings, "127.0.0.1")
         self._drained = drained
 
+    def stop(self, name: str) -> None:
+        self.specs = [spec for spec in self.specs if spec.name != name]
+
     def state(self, name: str) -> ProcessState:
         return replace(state(None, 1), exit_code=EXIT_DRAINED) if name in self._drained else state(1, 1)
 
@@ -65,6 +70,67 @@ def numbers(settings: ClusterSettings, drained: Collection[str] = ()) -> tuple[l
     plan = Plan(settings, settings, "127.0.0.1", 0.0, "mark")
     started = cast(Cluster, Started(settings, drained))
     return Changes(started, plan, cast(ClusterState, None), list, lambda given: given).numbers()
+
+
+class Resized(Changes):
+    """Notes what would be started and ended."""
+
+    def __init__(self, settings: ClusterSettings, drained: Collection[str] = ()) -> None:
+        plan = Plan(settings, settings, "127.0.0.1", 0.0, "mark")
+        super().__init__(
+            cast(Cluster, Started(settings, drained)), plan, cast(ClusterState, None), list, lambda given: given
+        )
+        self.started: list[str] = []
+        self.ended: list[str] = []
+
+    def _start_and_end(self, new: Sequence[ProcessSpec], leaving: Sequence[str], tell: Tell) -> None:
+        self.started += [spec.name for spec in new]
+        self.ended += leaving
+
+
+@pytest.mark.parametrize(
+    ("workers", "started", "ended"),
+    [
+        (6, ["combined-4"], []),
+        (5, [], []),
+        (4, [], ["combined-2"]),
+        (3, [], ["combined-2", "combined-0"]),
+        (1, [], ["combined-2", "combined-0", "combined-3"]),
+    ],
+)
+def test_the_number_of_workers_changes_by_combined_ones(workers: int, started: list[str], ended: list[str]) -> None:
+    changes = Resized(ClusterSettings(model="m", combined=4, prefill=1, secret_file=secret_file()))
+    ready = ["prefill-0", "combined-2", "combined-0", "combined-3", "combined-1"]
+    assert changes.resize(workers, ready, print) == ended
+    assert (changes.started, changes.ended) == (started, ended)
+
+
+def test_drained_workers_are_replaced_and_do_not_count() -> None:
+    settings = ClusterSettings(model="m", combined=4, prefill=2, secret_file=secret_file())
+    one = Resized(settings, {"combined-1"})
+    one.resize(6, ["prefill-0", "prefill-1", "combined-0", "combined-2", "combined-3"], print)
+    assert (one.started, one.ended) == (["combined-1"], [])
+    other = Resized(settings, {"prefill-1"})
+    other.resize(4, ["combined-3", "combined-2", "combined-1", "combined-0", "prefill-0"], print)
+    assert (other.started, other.ended) == ([], ["combined-3"])
+
+
+def test_workers_started_by_hand_count() -> None:
+    settings = ClusterSettings(model="m", combined=4, prefill=0, secret_file=secret_file())
+    ready = ["mine", "yours", "combined-0", "combined-1", "combined-2", "combined-3"]
+    for wanted, started, ended in ((7, ["combined-4"], []), (6, [], []), (5, [], ["combined-0"])):
+        one = Resized(settings)
+        one.resize(wanted, ready, print)
+        assert (one.started, one.ended) == (started, ended)
+
+
+def test_a_worker_that_is_restarting_is_not_replaced_but_ends_first() -> None:
+    settings = ClusterSettings(model="m", combined=4, prefill=0, secret_file=secret_file())
+    ready = ["combined-0", "combined-1", "combined-3"]
+    for wanted, ended in ((4, []), (3, ["combined-2"]), (2, ["combined-2", "combined-0"])):
+        one = Resized(settings)
+        one.resize(wanted, ready, print)
+        assert (one.started, one.ended) == ([], ended)
 
 
 def test_numbers_count_what_was_started_and_not_drained() -> None:

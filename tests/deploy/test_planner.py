@@ -133,6 +133,7 @@ def test_a_report_of_another_version_is_no_report() -> None:
         ({"planner": "off"}, "is for a planner"),
         ({"min_workers": 5}, "--min-workers 5 is more than --max-workers 4"),
         ({"simulate": "instant"}, "simulated workers"),
+        ({"prefill": 4}, "--prefill 4 leaves no combined worker within --max-workers 4"),
     ],
 )
 def test_bounds_that_contradict_other_settings_are_refused(settings: dict[str, Any], reason: str) -> None:

@@ -6,11 +6,13 @@ from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from cpd.performance.split import SplitShares
 from cpd.planner.capacity import Demand, Fleet, Targets
+from cpd.planner.load import Seen
 
 MODEL = PerfModel(Profile.load("h200-qwen3-8b"))
 SPLITS = [SplitShares(1 - decode, decode) for decode in (0.12, 0.24, 0.48, 0.76)]
 COLOCATION = Colocation(MODEL, mode="auto", splits=SPLITS, itl_ms=50.0)
 TARGETS = Targets(slo_ttft=2000.0, slo_itl=50.0)
+MANY = Seen(500, 500.0)
 
 CHATS = Demand(rate=40.0, local_tokens=250, remote_tokens=1600, prompt_tokens=2100, output_tokens=300)
 LONG = Demand(rate=1.0, local_tokens=20_000, remote_tokens=20_000, prompt_tokens=20_000, output_tokens=250)

@@ -9,13 +9,12 @@ PROMPT = (2_000, 200, 1_000)
 
 
 def _feed() -> ArrivalFeed:
-    return ArrivalFeed(LoadMeter(0.0, expected_output=256), 0.0)
+    return ArrivalFeed(LoadMeter(0.0, expected_output=256))
 
 
 def _ask(feed: ArrivalFeed, now: float, *routers: Arrivals) -> None:
     for index, one in enumerate(routers):
         feed.add(f"router-{index}", one.began, one.totals(), now)
-    feed.asked(now)
 
 
 def test_arrivals_of_all_routers_are_measured() -> None:
@@ -37,7 +36,7 @@ def test_what_was_counted_before_the_first_question_does_not_count() -> None:
     for _ in range(1000):
         router.arrived(*PROMPT)
     _ask(feed, 5.0, router)
-    assert feed.meter.requests(5.0) == 0
+    assert feed.meter.seen(5.0).recent == 0
 
 
 def test_a_router_that_restarts_changes_nothing_in_what_was_measured() -> None:
@@ -46,11 +45,11 @@ def test_a_router_that_restarts_changes_nothing_in_what_was_measured() -> None:
     for _ in range(100):
         router.arrived(*PROMPT)
     _ask(feed, 5.0, router)
-    before = feed.meter.requests(10.0)
+    before = feed.meter.seen(10.0).recent
     router = Arrivals()
     router.arrived(*PROMPT)
     _ask(feed, 10.0, router)
-    assert feed.meter.requests(10.0) == pytest.approx(before + 1, abs=0.05)
+    assert feed.meter.seen(10.0).recent == pytest.approx(before + 1, abs=0.05)
 
 
 def test_a_question_that_fails_loses_nothing() -> None:
@@ -60,7 +59,20 @@ def test_a_question_that_fails_loses_nothing() -> None:
     _ask(feed, 5.0)
     router.arrived(*PROMPT)
     _ask(feed, 10.0, router)
-    assert feed.meter.requests(7.5) == pytest.approx(2)
+    assert feed.meter.seen(5.0).recent == pytest.approx(2, abs=0.01)
+
+
+def test_a_router_that_misses_questions_does_not_seem_to_have_a_burst() -> None:
+    feed, router = _feed(), Arrivals()
+    _ask(feed, 0.0, router)
+    for second in range(5, 301, 5):
+        for _ in range(25):
+            router.arrived(*PROMPT)
+        if not 180 < second <= 240:
+            _ask(feed, float(second), router)
+        if second > 240:
+            (demand,) = feed.meter.demands(float(second))
+            assert demand.rate == pytest.approx(5.0, rel=0.03)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(-5, 50_000), st.integers(-5, 50_000)), max_size=50))
@@ -70,4 +82,4 @@ def test_any_lengths_can_be_passed_on(requests: list[tuple[int, int, int]]) -> N
     for one in requests:
         router.answered(router.arrived(*one), 5)
     _ask(feed, 5.0, router)
-    assert feed.meter.requests(2.5) == pytest.approx(len(requests))
+    assert feed.meter.seen(2.5).recent == pytest.approx(len(requests), rel=0.01)

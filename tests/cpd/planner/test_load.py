@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.planner.load import MEMORY_S, LoadMeter
+from cpd.planner.load import MEMORY_S, MIN_REQUESTS, LoadMeter
 
 
 def test_rates_and_mean_lengths_are_measured_by_class() -> None:
@@ -36,9 +36,18 @@ def test_a_load_that_ended_is_forgotten() -> None:
     meter = LoadMeter(0.0, expected_output=256)
     for number in range(1000):
         meter.arrived(2_000, 200, 1_000, 0.01 * number)
-    assert meter.requests(10.0) == pytest.approx(1000, rel=0.2)
-    assert meter.requests(10.0 + 3 * MEMORY_S) < 60
+    assert meter.seen(10.0).recent == pytest.approx(1000, rel=0.2)
+    assert meter.seen(10.0 + 3 * MEMORY_S).recent < 60
     assert not meter.demands(10.0 + 20 * MEMORY_S)
+
+
+def test_a_slow_load_is_enough_after_a_while_and_until_it_ends() -> None:
+    meter, enough = LoadMeter(0.0, expected_output=256), list[bool]()
+    for number in range(2 * MIN_REQUESTS):
+        meter.arrived(60_000, 60_000, 60_000, 4.0 * number)
+        enough.append(meter.seen(4.0 * number).enough)
+    assert enough == [number >= MIN_REQUESTS for number in range(1, 2 * MIN_REQUESTS + 1)]
+    assert not meter.seen(4.0 * 2 * MIN_REQUESTS + MEMORY_S).enough
 
 
 def test_answers_have_the_expected_length_until_there_are_some() -> None:

@@ -9,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.planner.capacity import CapacityModel, Demand
-from cpd.planner.planner import MIN_REQUESTS
+from cpd.planner.load import MIN_REQUESTS, Seen
 from cpd.planner.size import CALM_S, GROW, MISSED, SPARE, Size, Sizer
-from tests.cpd.planner.fleets import CHATS, LONG, TARGETS, demands, fleet
+from tests.cpd.planner.fleets import CHATS, LONG, MANY, TARGETS, demands, fleet
 
 LEAST, MOST = 2, 32
-MANY = 10.0 * MIN_REQUESTS
+NONE = Seen(0, 0.0)
 
 
 def sizer() -> Sizer:
-    return Sizer(TARGETS, LEAST, MOST, began=0.0)
+    return Sizer(LEAST, MOST, began=0.0)
 
 
-def size(one: Sizer, load: Sequence[Demand], count: int, now: float, requests: float = MANY) -> Size:
-    return one.size(load, requests, fleet(count), 0, now)
+def size(one: Sizer, load: Sequence[Demand], count: int, now: float, seen: Seen = MANY) -> Size:
+    return one.size(load, seen, fleet(count), TARGETS, 0, now)
 
 
 def enough(load: Sequence[Demand], count: int, scale: float) -> bool:
@@ -40,7 +40,10 @@ def test_workers_that_are_too_few_get_as_many_more_as_are_enough(load: Demand) -
 
 
 def test_a_few_requests_are_too_few_to_grow_by() -> None:
-    assert size(sizer(), [replace(CHATS, rate=160.0)], 4, 0.0, requests=MIN_REQUESTS - 1).workers == 4
+    assert (
+        size(sizer(), [replace(CHATS, rate=160.0)], 4, 0.0, seen=Seen(MIN_REQUESTS - 1, MIN_REQUESTS - 1.0)).workers
+        == 4
+    )
 
 
 def test_workers_go_only_when_fewer_were_enough_for_a_while() -> None:
@@ -56,12 +59,12 @@ def test_workers_go_only_when_fewer_were_enough_for_a_while() -> None:
 
 def test_without_requests_the_fewest_workers_are_left() -> None:
     one = sizer()
-    assert size(one, [], 16, 0.0, requests=0.0).workers == 16
-    assert size(one, [], 16, CALM_S, requests=0.0).workers == LEAST
+    assert size(one, [], 16, 0.0, seen=NONE).workers == 16
+    assert size(one, [], 16, CALM_S, seen=NONE).workers == LEAST
 
 
 def test_a_number_outside_the_bounds_changes_at_once() -> None:
-    assert size(sizer(), [], 1, 0.0, requests=0.0).workers == LEAST
+    assert size(sizer(), [], 1, 0.0, seen=NONE).workers == LEAST
     assert size(sizer(), [replace(CHATS, rate=160.0)], 40, 0.0).workers == MOST
 
 

@@ -76,10 +76,10 @@ async def test_a_planner_plans_by_what_routers_count_and_they_show_its_plan(
         await planning
     plan = (await router.cluster())["plan"]
     assert (plan["workers"], plan["current"], plan["prefill_workers"]) == (1, 0, 0)
-    assert plan["reason"] == "1 recent requests are too few to plan by"
+    assert plan["reason"] == "too few requests to plan by: 1 so far, 1 of them recent"
     (demand,) = plan["demands"]
     assert demand["prompt_tokens"] == pytest.approx(_prompt_tokens(worker.submits))
-    assert said in ([], ["The planner waits: no combined worker is ready", "The planner plans again"])
+    assert said in ([], ["The planner waits: no worker is ready", "The planner plans again"])
 
     async def is_away() -> bool:
         return not (await router.cluster())["planner"]
