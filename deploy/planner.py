@@ -427,9 +427,12 @@ def _decide(view: PlannerView, state: _State, now: float, unsteady: str) -> Plan
 
 
 def may_end(workers: Sequence[PlannedWorker]) -> list[str]:
-    """Returns the names of the workers, those first that lose the least if they end: prefill ones have no streams."""
-    key = itemgetter("requests", "cached_pages", "id")
-    return [one["id"] for one in sorted(workers, key=lambda one: (one["role"] == "combined", key(one)))]
+    """Returns the names of the workers, those first that lose the least if they end: prefill ones have no streams.
+
+    Of equal ones the last in `workers`, which are in the order of their names, comes first, as in `cpd scale`.
+    """
+    key = itemgetter("requests", "cached_pages")
+    return [one["id"] for one in sorted(workers[::-1], key=lambda one: (one["role"] == "combined", *key(one)))]
 
 
 def in_order(workers: Sequence[PlannedWorker], role: Role) -> list[PlannedWorker]:

@@ -291,5 +291,6 @@ def test_of_two_workers_the_one_without_streams_ends_first() -> None:
         worker("b", "combined", 3),
         worker("c", "prefill", 9),
         worker("d", "prefill", 1),
+        worker("e", "combined", 0),
     ]
-    assert may_end(workers) == ["d", "c", "a", "b"]
+    assert may_end(workers) == ["d", "c", "e", "a", "b"]
