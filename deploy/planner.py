@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from operator import itemgetter
 from secrets import token_hex
 from typing import Literal, cast
 
@@ -431,8 +430,12 @@ def may_end(workers: Sequence[PlannedWorker]) -> list[str]:
 
     Of equal ones the last in `workers`, which are in the order of their names, comes first, as in `cpd scale`.
     """
-    key = itemgetter("requests", "cached_pages")
-    return [one["id"] for one in sorted(workers[::-1], key=lambda one: (one["role"] == "combined", *key(one)))]
+
+    def loss(at: int) -> tuple[bool, int, int, int]:
+        one = workers[at]
+        return one["role"] == "combined", one["requests"], one["cached_pages"], -at
+
+    return [workers[at]["id"] for at in sorted(range(len(workers)), key=loss)]
 
 
 def in_order(workers: Sequence[PlannedWorker], role: Role) -> list[PlannedWorker]:
