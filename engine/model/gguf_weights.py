@@ -5,7 +5,7 @@ and parts of a joined weight that differ in type, are dequantised and get 8 bits
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -108,14 +108,17 @@ class GgufCheckpoint(Checkpoint):
         return _FORMATS.get(next(iter(types)), _REQUANTIZED) if len(types) == 1 else _REQUANTIZED
 
     def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.cat([self._dequantized(name, dtype) for name in names]).to(device)
+        joined = torch.empty(self._shape(names), dtype=dtype, device=device)
+        for rows, part in self._parts(names):
+            joined[rows] = part
+        return joined
 
     def read_weight(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Weight:
         if self.group_format(names) is None:
             return self.read(names, dtype, device)
         types = {self._entries[name].dtype for name in names}
         if len(types) > 1 or types - _GROUPED.keys():
-            return quantize(self.read(names, torch.float32, device), _REQUANTIZED.bits)
+            return self._requantized(names)
         return joined([self._grouped(name) for name in names])
 
     def _find(self, name: str) -> TensorEntry | None:
@@ -140,26 +143,47 @@ class GgufCheckpoint(Checkpoint):
             shape, begin, end = shape[1:], begin + expert * size, begin + (expert + 1) * size
         return TensorEntry(self._dir, tensor.type, shape, begin, end)
 
-    def _dequantized(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _shape(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Returns the shape of the named tensors, joined along their first dimension."""
+        shapes = [self._entries[name].shape for name in names]
+        return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+    def _parts(self, names: Sequence[str]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yields the joined tensor in parts that are small in memory: the rows of each, and their numbers."""
+        begin = 0
+        for name in names:
+            entry = self._entries[name]
+            rows = self._data[entry.begin : entry.end].reshape(entry.shape[0], -1)
+            order = self._order(name, len(rows))
+            step = max(1, _AT_ONCE // entry.shape[-1])
+            for start in range(0, len(rows), step):
+                part = slice(start, start + step)
+                plain = self._dequantized(name, rows[part] if order is None else rows[order[part].numpy()])
+                yield slice(begin, begin + len(plain)), plain
+                begin += len(plain)
+
+    def _dequantized(self, name: str, rows: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Returns the numbers of some rows of a tensor: [rows, bytes] -> [rows, ..]"""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         entry = self._entries[name]
-        raw = self._data[entry.begin : entry.end]
         if entry.dtype in _PLAIN:
-            plain = torch.from_numpy(np.array(raw)).view(_PLAIN[entry.dtype]).view(entry.shape).to(dtype)
-        else:
-            rows = raw.reshape(entry.shape[0], -1)
-            plain = torch.empty(entry.shape, dtype=dtype)
-            step = max(1, _AT_ONCE // entry.shape[-1])
-            for start in range(0, len(rows), step):
-                with np.errstate(invalid="ignore", over="ignore"):
-                    part = dequantize(rows[start : start + step], GGMLQuantizationType[entry.dtype])
-                if not np.isfinite(part).all():
-                    raise CheckpointError(f"{self._dir}: tensor {name} has scales that are not finite")
-                plain[start : start + step] = torch.from_numpy(part)
-        order = self._order(name, len(plain))
-        return plain if order is None else plain[order]
+            return torch.from_numpy(np.array(rows)).view(_PLAIN[entry.dtype]).view(-1, *entry.shape[1:])
+        with np.errstate(invalid="ignore", over="ignore"):
+            plain = dequantize(rows, GGMLQuantizationType[entry.dtype])
+        if not np.isfinite(plain).all():
+            raise CheckpointError(f"{self._dir}: tensor {name} has scales that are not finite")
+        return torch.from_numpy(plain)
+
+    def _requantized(self, names: Sequence[str]) -> QuantizedWeight:
+        rows, columns = self._shape(names)
+        values = torch.empty(rows, columns, dtype=torch.uint8)
+        scales = torch.empty(rows, columns // GROUP, dtype=torch.float16)
+        for part, plain in self._parts(names):
+            quantized = quantize(plain, _REQUANTIZED.bits)
+            values[part], scales[part] = quantized.values, quantized.scales
+        return QuantizedWeight(_REQUANTIZED.bits, values, scales)
 
     def _grouped(self, name: str) -> QuantizedWeight:
         entry = self._entries[name]

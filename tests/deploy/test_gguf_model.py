@@ -22,7 +22,7 @@ from engine.execution.runner import TorchRunner
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import load_config
 from engine.model.gguf_file import read_gguf
-from engine.ops.quantized import GroupFormat, QuantizedWeight
+from engine.ops.quantized import GroupFormat, QuantizedWeight, quantize
 from router.text.text_files import load_text_files
 from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, oracle_logits
 from tests.conftest import MakeCheckpoint
@@ -113,6 +113,32 @@ def test_weights_are_those_that_the_package_dequantises(
             assert GroupFormat(weight.bits, weight.minima is not None) == opened.group_format([f"{part}.weight"])
             assert weight.bits == bits
             assert (weight.dequantize() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_weights_are_quantised_again_a_few_rows_at_a_time(
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    types = {"attn_k": Types.Q5_0, "attn_v": Types.Q6_K, "": Types.Q8_0}
+    write_gguf(checkpoint("llama3", **WHOLE_BLOCKS), tmp_path / "m.gguf", types)
+    directory = resolve_model(str(tmp_path / "m.gguf"))
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    elements: list[int] = []
+
+    def watched(weight: torch.Tensor, bits: int) -> QuantizedWeight:
+        elements.append(weight.numel())
+        return quantize(weight, bits)
+
+    with open_checkpoint(directory, load_config(directory)) as opened:
+        whole = opened.read(names, torch.float32, CPU)
+        monkeypatch.setattr("engine.model.gguf_weights._AT_ONCE", 3 * whole.shape[1])
+        monkeypatch.setattr("engine.model.gguf_weights.quantize", watched)
+        assert torch.equal(opened.read(names, torch.float32, CPU), whole)
+        weight, expected = opened.read_weight(names, torch.float32, CPU), quantize(whole, 8)
+    assert isinstance(weight, QuantizedWeight)
+    assert torch.equal(weight.values, expected.values)
+    assert torch.equal(weight.scales, expected.scales)
+    assert max(elements) == 3 * whole.shape[1]
+    assert sum(elements) == whole.numel()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K_M"])
