@@ -421,7 +421,7 @@ class _Reader:
         return self._float(scaling, "attention_factor", default)
 
     def _scheme(self) -> Scheme | None:
-        fields = self._fields.get("quantization_config")
+        fields = self._fields.get("quantization_config") or self._fields.get("compression_config")  # the older name
         if not fields:
             return None
         method = fields.get("quant_method") if isinstance(fields, dict) else None

@@ -40,6 +40,10 @@ def read_scheme(fields: dict[str, Any]) -> Scheme:
     Raises:
         ValueError: The scheme can't be read; the message says what it is.
     """
+    sparsity = fields.get("sparsity_config")
+    packing = sparsity.get("format") if isinstance(sparsity, dict) else None
+    if packing not in (None, "dense"):
+        raise ValueError(f"its weights are stored without their zeros, as {packing}")
     groups = fields.get("config_groups")
     described = list(groups.values()) if isinstance(groups, dict) else []
     weights = [group.get("weights") if isinstance(group, dict) else None for group in described]

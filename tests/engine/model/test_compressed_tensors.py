@@ -121,6 +121,14 @@ def test_logits_are_those_of_the_decompressed_weights(
     assert "are not used" not in caplog.text
 
 
+def test_the_older_name_of_the_configuration_is_read(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(checkpoint("qwen3", **WHOLE_GROUPS), tmp_path / "model"))
+    describe(directory, "int-quantized", INT8)
+    expected, file = load_config(directory).scheme, directory / "config.json"
+    file.write_text(file.read_text().replace("quantization_config", "compression_config"))
+    assert load_config(directory).scheme == expected is not None
+
+
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if "FP8" not in name])
 def test_weights_are_those_that_the_library_decompresses(
     checkpoint: MakeCheckpoint, compress: Compress, scheme: str
@@ -197,6 +205,10 @@ def test_tensors_that_do_not_fit_are_named(
         ({"weights": {"strategy": "group", "group_size": 24}}, "groups of 24, which must be multiples of 32"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "its weights are rotated"),
         ({"format": "marlin-24"}, "stored as marlin-24"),
+        (
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "stored without their zeros, as sparse-24-bitmask; what",
+        ),
     ],
 )
 def test_other_schemes_are_refused_with_what_can_be_read(
