@@ -17,6 +17,9 @@ from deploy.gguf_model import directory_of
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+_OTHER_FORMATS = ["consolidated*", "original/*"]
+"""Weights that some repositories have a second time, in their makers' own formats."""
+
 _SECRETS = {"api_key", "redis_url"}
 
 
@@ -126,7 +129,7 @@ def _download(repository: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=_FILES))
+        return Path(snapshot_download(repository, allow_patterns=_FILES, ignore_patterns=_OTHER_FORMATS))
     except HFValidationError:
         raise CheckpointError(
             f"'{repository}' is neither a directory nor the id of a Hugging Face model (such as Qwen/Qwen3-0.6B)"

@@ -1,5 +1,6 @@
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def test_a_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="no directory cpd/not-there, and the Hugging Face model"):
         resolve_model("cpd/not-there")
+
+
+def test_weights_in_the_formats_of_their_makers_are_not_downloaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
+    others = ["consolidated.safetensors", "original/model.safetensors", "original/params.json", "pytorch_model.bin"]
+    downloaded: list[str] = []
+
+    def download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        for file in (*files, *others):
+            allowed, ignored = (
+                any(fnmatch(file, pattern) for pattern in each) for each in (allow_patterns, ignore_patterns)
+            )
+            downloaded.extend([file] if allowed and not ignored else [])
+        return str(checkpoint)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("mistralai/some-model") == checkpoint
+    assert downloaded == files
 
 
 def inspect(checkpoint: Path, **settings: Any) -> str:
