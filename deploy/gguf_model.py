@@ -52,7 +52,7 @@ def directory_of(path: Path) -> Path:
     Raises:
         CheckpointError: The file is damaged, or its architecture or tokenizer is not supported.
     """
-    path = path.resolve()
+    path = path.absolute()  # in Hugging Face's cache it is a link, and only the link has the model's name
     try:
         found = path.stat()
     except OSError as error:
@@ -76,7 +76,7 @@ def directory_of(path: Path) -> Path:
             unfinished.mkdir()
             for name, text in contents.items():
                 (unfinished / name).write_text(text, encoding="utf-8")
-            (unfinished / GGUF_FILE).symlink_to(path)
+            (unfinished / GGUF_FILE).symlink_to(path.resolve())
             unfinished.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # another process was faster

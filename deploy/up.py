@@ -206,7 +206,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     ids = {model for model, path in paths.items() if not path.exists()}
     for_all = directories
     if settings.ray_address:  # each machine has its own directory of a download or a GGUF file
-        files = {model: str(path.resolve()) for model, path in paths.items() if path.is_file()}
+        files = {model: str(path.absolute()) for model, path in paths.items() if path.is_file()}
         for_all = {**directories, **{model: model for model in ids}, **files}
     own_name = settings.model if settings.model in ids else Path(models[0].model).name
     return _with_models(settings, for_all).model_copy(

@@ -11,12 +11,14 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Types
+from rich.console import Console
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.settings import ClusterSettings
 from deploy.model import inspect_model, resolve_model
+from deploy.up import _checked
 from engine.execution.memory_plan import plan_memory
 from engine.execution.runner import TorchRunner
 from engine.model.checkpoint import open_checkpoint
@@ -242,6 +244,28 @@ def test_a_changed_file_gets_another_directory(checkpoint: MakeCheckpoint, tmp_p
     assert resolve_model(str(path)) == first
     write_gguf(checkpoint("qwen2"), path, {"": Types.F32})
     assert resolve_model(str(path)) != first
+
+
+def test_a_file_in_the_cache_of_hugging_face_has_the_name_of_its_link(
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blobs").mkdir()
+    write_gguf(checkpoint("qwen3"), tmp_path / "blobs" / "9465e63a", {"": Types.F32})
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "Qwen3-Q8_0.gguf").symlink_to("../blobs/9465e63a")
+    monkeypatch.chdir(tmp_path)
+    directory = resolve_model("snapshot/Qwen3-Q8_0.gguf")
+    assert load_text_files(directory).name == "Qwen3-Q8_0"
+    assert (directory / "model.gguf").resolve() == tmp_path / "blobs" / "9465e63a"
+
+
+def test_machines_of_a_ray_cluster_are_given_the_link_in_that_cache(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    write_gguf(checkpoint("qwen3"), tmp_path / "9465e63a", {"": Types.F32})
+    link = tmp_path / "Qwen3-Q8_0.gguf"
+    link.symlink_to("9465e63a")
+    settings = ClusterSettings.load({"model": str(link), "ray_address": "10.0.0.5:6379", "device": "cpu"})
+    checked = _checked(settings, Console(quiet=True))
+    assert (checked.model, checked.served_model_name) == (str(link), "Qwen3-Q8_0")
 
 
 def test_quantised_files_are_not_quantised_again(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
