@@ -45,6 +45,9 @@ _FREQUENCIES = "rope_freqs.weight"
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that have precedence over all others."""
 
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+"""Control tokens that end an output, whether or not the file names them as such, as in llama.cpp."""
+
 
 def directory_of(path: Path) -> Path:
     """Returns the directory of a GGUF file, made the first time.
@@ -220,8 +223,11 @@ def _llama3_scaling(fields: _Fields) -> dict[str, Any]:
 def _ends(fields: _Fields) -> list[int]:
     """Tokens that end an output: of a text, and of a turn."""
     fields.need("tokenizer.ggml.eos_token_id")
-    ends = (fields.token(name) for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(token for token in ends if token is not None))
+    named = (fields.token(name) for name in ("eos", "eot", "eom"))
+    types = fields.get("tokenizer.ggml.token_type", [])
+    typed = enumerate(zip(fields.texts("tokenizer.ggml.tokens"), types, strict=False))
+    others = (number for number, (token, of_type) in typed if of_type == _CONTROL and token in _ENDS)
+    return list(dict.fromkeys([*(token for token in named if token is not None), *others]))
 
 
 def _tokenizer_files(file: GgufFile) -> dict[str, str]:
@@ -249,7 +255,8 @@ def _tokenizer_files(file: GgufFile) -> dict[str, str]:
         ]
     )
     bos = named("bos")
-    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+    begins = kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe"
+    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", begins):
         around = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )

@@ -26,7 +26,7 @@ from engine.model.config import load_config
 from engine.model.gguf_file import read_gguf
 from engine.ops.quantized import GroupFormat, QuantizedWeight, quantize
 from router.text.text_files import load_text_files
-from tests.checkpoints import BOS, CHAT_TEMPLATE, EOS, oracle_logits
+from tests.checkpoints import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS, oracle_logits
 from tests.conftest import MakeCheckpoint
 from tests.engine.execution.test_quantization import CPU, WHOLE_GROUPS, logits_of
 from tests.engine.execution.test_runner import prompt_of
@@ -207,6 +207,42 @@ def test_a_bos_token_begins_texts_if_the_file_says_so(checkpoint: MakeCheckpoint
     tokenizer = Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json"))
     assert tokenizer.encode("a").tokens == [BOS, "a"]
     assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
+
+
+def test_texts_begin_with_bos_in_files_of_llama_3_that_do_not_say(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    for fields, tokens in (
+        ({"pre": "llama-bpe"}, [BOS, "a"]),
+        ({"pre": "llama-bpe", "add_bos_token": False}, ["a"]),
+        ({"pre": "qwen2"}, ["a"]),
+    ):
+        written = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+        write_gguf(checkpoint("llama3"), tmp_path / "m.gguf", {"": Types.F32}, **written)
+        tokenizer = Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json"))
+        assert tokenizer.encode("a").tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        ({BOS: "<|endoftext|>", EOS: "<|im_end|>"}, ["<|im_end|>", "<|endoftext|>"]),
+        (
+            {BOS: "<|end_of_text|>", EOS: "<|eot_id|>", END_OF_TURN: "<|eom_id|>"},
+            ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
+        ),
+        ({}, [EOS]),
+    ],
+)
+def test_outputs_end_at_all_control_tokens_that_end_one(
+    checkpoint: MakeCheckpoint, tmp_path: Path, texts: dict[str, str], ends: list[str]
+) -> None:
+    original = checkpoint("qwen3")
+    write_gguf(original, tmp_path / "first.gguf", {"": Types.F32})
+    fields = read_gguf(tmp_path / "first.gguf").metadata
+    tokens = [texts.get(token, token) for token in fields["tokenizer.ggml.tokens"]]
+    tokens[fields["tokenizer.ggml.token_type"].index(gguf.TokenType.UNUSED)] = "<|end|>" if texts else "<|eot_id|>"
+    write_gguf(original, tmp_path / "m.gguf", {"": Types.F32}, **{"tokenizer.ggml.tokens": tokens})
+    found = load_text_files(resolve_model(str(tmp_path / "m.gguf"))).eos_ids
+    assert [tokens[number] for number in found] == ends
 
 
 def test_pieces_of_sentences_are_merged_by_their_scores(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
