@@ -178,7 +178,8 @@ def _shortest(number: float) -> float:
 def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
     if _FREQUENCIES in fields.file.tensors:
         return _llama3_scaling(fields)
-    kind = fields.get("rope.scaling.type", "none")
+    factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))  # the latter in older files
+    kind = fields.get("rope.scaling.type", "none" if factor in (None, 1.0) else "linear")
     if kind == "none":
         return None
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
@@ -189,7 +190,7 @@ def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
             )
     scaling = {
         "rope_type": kind,
-        "factor": _shortest(fields.need("rope.scaling.factor")),
+        "factor": _shortest(fields.need("rope.scaling.factor") if factor is None else factor),
         "original_max_position_embeddings": fields.get("rope.scaling.original_context_length"),
         "beta_fast": fields.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),

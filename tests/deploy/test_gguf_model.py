@@ -427,6 +427,13 @@ def test_scaling_of_frequencies_is_that_of_the_file(checkpoint: MakeCheckpoint, 
     assert "rope.scaling.attn_factor is 1.5, and only 1 is supported" in refusal(tmp_path / "other.gguf")
 
 
+def test_older_files_name_only_the_factor_of_linear_scaling(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    for factor, expected in ((4.0, ("linear", 4.0)), (1.0, ("default", 1.0))):
+        write_gguf(checkpoint("llama2"), tmp_path / "m.gguf", {"": Types.F32}, **{"ARCH.rope.scale_linear": factor})
+        found = load_config(resolve_model(str(tmp_path / "m.gguf"))).rope
+        assert (found.kind, found.factor) == expected
+
+
 def test_rows_of_a_file_have_the_order_of_the_checkpoint(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     original = checkpoint("llama2")
     tensors = write_gguf(original, tmp_path / "m.gguf", {"": Types.F32})
