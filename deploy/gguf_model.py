@@ -130,12 +130,12 @@ class _Fields:
 
 def _config_files(file: GgufFile) -> dict[str, str]:
     fields = _Fields(file)
+    if fields.get("split.count", 1) != 1:  # only the first of them has an architecture
+        raise CheckpointError(f"{file.path} is one of several files; join them with `llama-gguf-split --merge`")
     if file.architecture not in _FAMILIES:
         raise CheckpointError(
             f"{file.path}: architecture {file.architecture} is not supported; supported are {', '.join(_FAMILIES)}"
         )
-    if fields.get("split.count", 1) != 1:
-        raise CheckpointError(f"{file.path} is one of several files; join them with `llama-gguf-split --merge`")
     model_type, architecture = _FAMILIES[file.architecture]
     config = {
         "hidden_size": fields.need("embedding_length"),

@@ -27,10 +27,16 @@ def resolve_model(model: str) -> Path:
     """Returns the checkpoint directory for `model`: a directory, that of a GGUF file, or the download of an id.
 
     Raises:
-        CheckpointError: There is no such directory, and the hub has no such model or cannot be reached.
+        CheckpointError: There is no such directory, and the hub has no such model or cannot be reached; or a directory
+            has GGUF files instead of a checkpoint.
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
+        found = sorted(path.name for path in directory.glob("*.gguf"))
+        if found and not (directory / "tokenizer.json").exists():
+            raise CheckpointError(
+                f"{directory} is a directory of GGUF files; give the path of one of them: {', '.join(found)}"
+            )
         return directory.resolve()
     if directory.suffix == ".gguf" and directory.is_file():
         return directory_of(directory)

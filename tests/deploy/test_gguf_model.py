@@ -304,6 +304,14 @@ def test_machines_of_a_ray_cluster_are_given_the_link_in_that_cache(checkpoint: 
     assert (checked.model, checked.served_model_name) == (str(link), "Qwen3-Q8_0")
 
 
+def test_a_directory_of_files_is_refused_with_their_names(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    for name in ("a-Q8_0.gguf", "a-Q4_K_M.gguf"):
+        write_gguf(checkpoint("qwen3"), tmp_path / name, {"": Types.F32})
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"give the path of one of them: a-Q4_K_M\.gguf, a-Q8_0\.gguf$"):
+        resolve_model(str(tmp_path))
+
+
 def test_quantised_files_are_not_quantised_again(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     write_gguf(checkpoint("qwen3", **WHOLE_GROUPS), tmp_path / "m.gguf", {"": Types.Q8_0})
     with pytest.raises(ConfigError, match=r"quantised already .* use --quantization none"):
@@ -386,6 +394,8 @@ def test_other_architectures_tokenizers_and_types_are_named(checkpoint: MakeChec
     ):
         write_gguf(original, path, {"": Types.F32}, **{name: value})
         assert sentence in refusal(path)
+    write_gguf(original, path, {"": Types.F32}, **{"split.count": 3, "general.architecture": "None"})
+    assert "is one of several files; join them" in refusal(path)
     content = bytearray(path.read_bytes())
     at = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
     struct.pack_into("<I", content, at, 23)  # IQ4_XS
