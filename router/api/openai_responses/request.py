@@ -106,23 +106,20 @@ class ReasoningConfig(StrictModel):
     )
 
 
-class ResponsesStreamOptions(StrictModel):
-    """Options of a stream."""
-
-    include_obfuscation: bool = Field(False, description="Accepted and ignored: no padding is ever sent.")
-
-
 class ResponsesRequest(Body):
     """The body of `POST /v1/responses`."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(
         {
+            "access_programs",
+            "client_metadata",
             "max_tool_calls",  # of built-in tools
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
+            "stream_options",
             "user",
         }
     )
@@ -167,7 +164,6 @@ class ResponsesRequest(Body):
     )
     top_p: Probability | None = Field(None, description="Sample from the likeliest tokens with this total probability.")
     stream: bool = Field(False, description="Send the response as server-sent events.")
-    stream_options: ResponsesStreamOptions | None = Field(None, description="Options of a stream.")
     include: list[Literal["reasoning.encrypted_content"]] = Field(
         default_factory=list,
         description="Accepted and ignored: reasoning is returned as it is, and may be sent back so.",

@@ -132,7 +132,9 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         "background": False,
         "top_logprobs": 0,
         "include": ["reasoning.encrypted_content"],
-        "stream_options": {"include_obfuscation": False},
+        "stream_options": {"include_obfuscation": False, "reasoning_summary_delivery": "sequential"},
+        "client_metadata": {"x-codex-installation-id": "i"},
+        "access_programs": [],
         "text": {"verbosity": "medium"},
     }
     assert _chat(**harmless) == _chat()
