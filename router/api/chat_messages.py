@@ -30,11 +30,36 @@ def text_or_list(value: Any) -> str:
     return "<list>" if isinstance(value, list) else "<text>"
 
 
+PromptCaching = Annotated[
+    dict[str, Any] | None, Field(description="Accepted and ignored: prompts are always cached.", exclude=True)
+]
+
+
 class TextPart(StrictModel):
     """A content part. Only text is supported."""
 
     type: Literal["text"] = Field(description="Kind of the part.")
     text: str = Field(description="The text of the part.")
+    cache_control: PromptCaching = None
+    prompt_cache_breakpoint: PromptCaching = None
+
+
+class RefusalPart(StrictModel):
+    """A content part with which another model refused. Chat templates get it as text."""
+
+    type: Literal["refusal"] = Field(description="Kind of the part.")
+    refusal: str = Field(description="The text of the part.")
+
+
+def _part_form(value: Any) -> str:
+    """The form of a content part, for pydantic's errors."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<refusal>" if kind == "refusal" else "<part>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<part>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_form)
+]
 
 
 class CalledFunction(StrictModel):
@@ -59,13 +84,14 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Author of the message.")
     content: (
         Annotated[
-            Annotated[str, Tag("<text>")]
-            | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<list>")],
+            Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("<list>")],
             Discriminator(text_or_list),
         ]
         | None
     ) = Field(
-        None, description="Text, or a list of text parts. Only an assistant that calls tools or reasons may have none."
+        None,
+        description="Text, or a list of text parts. Only an assistant that calls tools, reasons or refuses may have "
+        "none.",
     )
     name: str | None = Field(None, description="Name of the author, for chat templates that use it.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
@@ -76,6 +102,15 @@ class Message(StrictModel):
         None, description="Extension: what the assistant thought before its answer, for chat templates that use it."
     )
     reasoning: str | None = Field(None, description="Extension: the same as `reasoning_content`, by vLLM's new name.")
+    refusal: str | None = Field(
+        None, description="Text with which another model refused: the assistant's answer, or the end of it."
+    )
+    annotations: list[Any] | None = Field(
+        None, description="Accepted and ignored: clients take it over from an answer.", exclude=True
+    )
+    type: Literal["text", "message"] | None = Field(
+        None, description="Accepted and ignored: some clients send it.", exclude=True
+    )
 
 
 class Function(StrictModel):
@@ -136,17 +171,15 @@ def check_messages(messages: Sequence[Message]) -> None:
             continue  # nearly always
         path = f"messages[{index}]"
         is_assistant = message.role == "assistant"
-        if message.content is None and not (is_assistant and (message.tool_calls or reasoning_of(message))):
+        has_other = message.tool_calls or reasoning_of(message) or message.refusal
+        if message.content is None and not (is_assistant and has_other):
             raise _missing(f"{path}.content")
+        if not is_assistant and (name := _assistants_field(message)) is not None:
+            raise invalid(f"{path}.{name}", f"'{path}.{name}' is only allowed with the role assistant.")
         if message.tool_calls is not None:
-            if not is_assistant:
-                raise invalid(f"{path}.tool_calls", f"'{path}.tool_calls' is only allowed with the role assistant.")
             calls.update(call.id for call in message.tool_calls)
             for position, call in enumerate(message.tool_calls):
                 _arguments(call.function.arguments, f"{path}.tool_calls[{position}].function.arguments")
-        if not is_assistant and reasoning_of(message) is not None:
-            name = f"{path}.reasoning_content"
-            raise invalid(name, f"'{name}' is only allowed with the role assistant.")
         if message.role == "tool":
             if message.tool_call_id is None:
                 raise _missing(f"{path}.tool_call_id")
@@ -155,6 +188,17 @@ def check_messages(messages: Sequence[Message]) -> None:
                 raise invalid(name, f"'{name}' is not the id of a tool call in an earlier message.")
         elif message.tool_call_id is not None:
             raise invalid(f"{path}.tool_call_id", f"'{path}.tool_call_id' is only allowed with the role tool.")
+
+
+def _assistants_field(message: Message) -> str | None:
+    """Returns the name of a field that only an assistant's message can have; None if the message has none."""
+    values = {
+        "tool_calls": message.tool_calls,
+        "reasoning_content": reasoning_of(message),
+        "refusal": message.refusal,
+        "annotations": message.annotations,
+    }
+    return next((name for name, value in values.items() if value is not None), None)
 
 
 def check_tools(tools: Sequence[Tool], tool_choice: str | ChosenTool | None) -> None:
@@ -188,7 +232,9 @@ def reasoning_of(message: Message) -> str | None:
 
 def template_message(message: Message) -> dict[str, Any]:
     """Returns a message for a chat template: the arguments of calls are objects, as templates expect."""
-    written = message.model_dump(exclude_none=True)
+    written = message.model_dump(exclude_none=True, exclude={"refusal"})
+    if (content := _template_content(message)) is not None:
+        written["content"] = content
     if message.role != "assistant":
         return written
     written.setdefault("content", "")
@@ -208,6 +254,20 @@ def template_message(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return written
+
+
+def _template_content(message: Message) -> str | list[dict[str, str]] | None:
+    """Returns the content of a message for a chat template. Refusals are texts; that of a message comes last."""
+    content, refusal = message.content, message.refusal
+    if isinstance(content, list):
+        texts = [part.refusal if isinstance(part, RefusalPart) else part.text for part in content]
+    elif content and refusal:
+        texts = [content]
+    else:
+        return refusal or content
+    if refusal:
+        texts.append(refusal)
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

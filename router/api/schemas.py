@@ -404,7 +404,7 @@ def _check(request: GenerateRequest, max_n: int) -> None:
         raise invalid("n", f"'n' must be at most {max_n}.")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "'stream_options' is only allowed when 'stream' is true.")
-    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     if request.output_limit is not None and request.min_tokens > request.output_limit:
         raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens' ({request.output_limit}).")

@@ -29,6 +29,12 @@ class ThinkingBlock(StrictModel):
     signature: str = Field("", description="Accepted and ignored: reasoning is not signed here.")
 
 
+class DirectCaller(StrictModel):
+    """What made a call: the model itself, and no other tool."""
+
+    type: Literal["direct"] = Field(description="Kind of the caller.")
+
+
 class ToolUseBlock(StrictModel):
     """A call that the model made."""
 
@@ -37,6 +43,7 @@ class ToolUseBlock(StrictModel):
     name: str = Field(min_length=1, max_length=256, description="Name of the tool.")
     input: dict[str, Any] = Field(description="Arguments of the call.")
     cache_control: CacheControl = None
+    caller: DirectCaller | None = Field(None, description="Accepted and ignored: the model makes all calls.")
 
 
 Text = Annotated[
@@ -103,6 +110,11 @@ class CustomTool(StrictModel):
     )
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = Field(None, description="Accepted and ignored: arguments come as written.")
+    defer_loading: Literal[False] | None = Field(None, description="The model sees all tools.")
+    allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = Field(
+        None, description="Only the model calls tools."
+    )
+    input_examples: list[Any] = Field(default_factory=list, max_length=0, description="Examples are not supported.")
 
 
 Tool = Annotated[

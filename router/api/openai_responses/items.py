@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.api.chat_messages import text_or_list
+from router.api.chat_messages import PromptCaching, RefusalPart, text_or_list
 from router.api.strict_model import OTHER, Refused, StrictModel, by_type
 
 _IGNORED = "Accepted and ignored: clients take it over from a response."
@@ -22,9 +22,7 @@ class InputTextPart(StrictModel):
 
     type: Literal["input_text"] = Field(description="Kind of the part.")
     text: str = Field(description="The text.")
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(
-        None, description="Accepted and ignored: prompts are always cached.", exclude=True
-    )
+    prompt_cache_breakpoint: PromptCaching = None
 
 
 class OutputTextPart(StrictModel):
@@ -34,13 +32,6 @@ class OutputTextPart(StrictModel):
     text: str = Field(description="The text.")
     annotations: Ignored = Field(default_factory=list)
     logprobs: Ignored = Field(default_factory=list)
-
-
-class RefusalPart(StrictModel):
-    """Text with which another model refused."""
-
-    type: Literal["refusal"] = Field(description="Kind of the part.")
-    refusal: str = Field(description="The text.")
 
 
 Part = Annotated[

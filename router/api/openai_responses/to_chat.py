@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from router.api.chat_messages import RefusalPart
 from router.api.openai_responses.items import (
     AnyItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
-    RefusalPart,
     Text,
 )
 from router.api.openai_responses.request import ChosenFunctionTool, ResponsesRequest, SchemaFormat

@@ -37,6 +37,9 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"n": None, "stop": None, "unknown": None},
     {"user": "me", "metadata": {"a": 1}},
     {"tools": [], "best_of": 1, "echo": False},
+    {"messages": [{"type": "text", "role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}], "annotations": [1]}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]},
     {"tools": [{}]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}]},
     {"tools": [{"type": "function", "function": {"name": "f g"}}]},
@@ -128,6 +131,8 @@ RESPONSE_FIELDS: tuple[dict[str, Any], ...] = (
 )
 MESSAGE_FIELDS: tuple[dict[str, Any], ...] = (
     {},
+    {"tools": [{"name": "f", "input_schema": {}, "defer_loading": False, "allowed_callers": ["direct"]}]},
+    {"tools": [{"name": "f", "input_schema": {}, "allowed_callers": ["direct", "direct"], "input_examples": [1]}]},
     {"max_tokens": None},
     {"messages": []},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "y"}}]}]},

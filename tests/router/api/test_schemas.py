@@ -75,8 +75,10 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         "tools": [],
         "functions": [],
         "modalities": ["text"],
+        "logprobs": False,
+        "top_logprobs": 0,
     }
-    assert _chat(**harmless) == _chat()
+    assert _chat(**harmless).model_copy(update={"top_logprobs": None}) == _chat()
     assert _text(echo=False, suffix="", best_of=2, n=2) == _text(n=2)
 
 
@@ -333,6 +335,36 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
         assert written == {"role": "assistant", "content": "", "reasoning_content": "I see."}
 
 
+@pytest.mark.parametrize("kind", ["text", "message"])
+def test_what_clients_send_with_messages_and_changes_nothing_is_left_out(kind: str) -> None:
+    caching = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    part = {"type": "text", "text": "x"}
+    plain: list[dict[str, Any]] = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "y"}]
+    user = {"type": kind, "role": "user", "content": [part | caching]}
+    assistant = plain[1] | {"type": kind, "annotations": [{"type": "url_citation"}]}
+    assert [template_message(message) for message in _chat(messages=[user, assistant]).messages] == plain
+
+
+@pytest.mark.parametrize(
+    ("content", "refusal", "written"),
+    [
+        (None, "No.", "No."),
+        ("", "No.", "No."),
+        ("Well.", "", "Well."),
+        ("Well.", "No.", [{"type": "text", "text": "Well."}, {"type": "text", "text": "No."}]),
+        ([{"type": "refusal", "refusal": "No."}], None, [{"type": "text", "text": "No."}]),
+        (
+            [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}],
+            "Sorry.",
+            [{"type": "text", "text": text} for text in ("Well.", "No.", "Sorry.")],
+        ),
+    ],
+)
+def test_refusals_are_texts(content: Any, refusal: Any, written: Any) -> None:
+    (message,) = _chat(messages=[{"role": "assistant", "content": content, "refusal": refusal}]).messages
+    assert template_message(message) == {"role": "assistant", "content": written}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -362,6 +394,15 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
         ({"messages": [CALLS[1] | {"role": "user", "content": "x"}]}, "messages[0].tool_calls", "invalid_value"),
         ({"messages": [CALLS[0] | {"tool_call_id": "a"}]}, "messages[0].tool_call_id", "invalid_value"),
         ({"messages": [CALLS[0] | {"reasoning": "x"}]}, "messages[0].reasoning_content", "invalid_value"),
+        ({"messages": [CALLS[0] | {"refusal": "x"}]}, "messages[0].refusal", "invalid_value"),
+        ({"messages": [CALLS[0] | {"annotations": []}]}, "messages[0].annotations", "invalid_value"),
+        ({"messages": [{"role": "assistant", "refusal": ""}]}, "messages[0].content", "missing_required_parameter"),
+        ({"messages": [CALLS[0] | {"type": "image"}]}, "messages[0].type", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x", "text": "x"}]}]},
+            "messages[0].content[0].text",
+            "unknown_parameter",
+        ),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing_required_parameter"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "missing_required_parameter"),
         *(

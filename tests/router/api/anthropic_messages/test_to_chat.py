@@ -127,6 +127,10 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         "container": None,
     }
     assert _chat(**harmless) == _chat()
+    of_tools = {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}
+    use = _turn(USE | {"caller": {"type": "direct"}}, role="assistant")
+    asked = _chat(tools=[TOOL | of_tools], messages=[HI, use, _turn(RESULT)])
+    assert asked == _chat(tools=[TOOL], messages=[HI, _turn(USE, role="assistant"), _turn(RESULT)])
 
 
 def test_counting_takes_what_makes_the_prompt() -> None:
@@ -163,6 +167,18 @@ def test_counting_takes_what_makes_the_prompt() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, "tools[0]", "unsupported_parameter"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "invalid_value"),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema", "invalid_value"),
+        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading", "invalid_value"),
+        (
+            {"tools": [TOOL | {"allowed_callers": ["direct", "code_execution_20250825"]}]},
+            "tools[0].allowed_callers",
+            "invalid_value",
+        ),
+        ({"tools": [TOOL | {"input_examples": [{"a": 1}]}]}, "tools[0].input_examples", "invalid_value"),
+        (
+            {"messages": [HI, _turn(USE | {"caller": {"type": "code_execution_20250825"}}, role="assistant"), HI]},
+            "messages[1].content[0].caller.type",
+            "invalid_value",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name", "missing_required_parameter"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
