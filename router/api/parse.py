@@ -1,7 +1,7 @@
 """From the bytes of a body to the fields of a request, and errors that name the field."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -27,6 +27,9 @@ _FORM = re.compile(r"<[a-z_ ]+>|\[key\]")
 
 _PARTS = ("content", "output", "summary")
 """Names of fields that have the parts of a message, or of a part."""
+
+_TEXTS = frozenset({"content", "output", "text", "refusal", "reasoning", "reasoning_content", "thinking"})
+"""Names of fields of a message, and of its parts, whose texts may have NUL characters: results of tools have them."""
 
 B = TypeVar("B", bound=Body)
 
@@ -100,8 +103,8 @@ def validated(
         if _num_parts(fields.get(name)) > MAX_PARTS:
             raise invalid(name, f"'{name}' must be at most {MAX_PARTS} messages and parts of their contents.")
     # the first test is much faster, and false for most bodies
-    if b"\\" in body and b"\\u0000" in body and (path := _find_nul(fields)) is not None:
-        raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
+    if b"\\" in body and b"\\u0000" in body:
+        _refuse_nul(fields, kind.ENTRIES)
     if b"null" in body:
         fields = _drop_nulls(fields, kind.VERBATIM)
     try:
@@ -187,13 +190,25 @@ def _drop_nulls(value: Any, verbatim: frozenset[str]) -> Any:
     return value
 
 
-def _find_nul(value: Any, path: str = "") -> str | None:
-    """Returns the path of the first string with a NUL character in `value`."""
+def _refuse_nul(fields: Mapping[str, Any], entries: Sequence[str]) -> None:
+    """Raises ApiError if a string has a NUL character, and is not the text of a message."""
+    for name, value in fields.items():
+        texts = _TEXTS | {name} if name in entries else frozenset()
+        if (path := _find_nul({name: value}, texts)) is not None:
+            raise invalid(path, f"'{path}' contains a NUL character, which is only allowed in the texts of messages.")
+
+
+def _find_nul(value: Any, texts: frozenset[str], path: str = "") -> str | None:
+    """Returns the path of the first string with a NUL character in `value`, but for those of fields in `texts`."""
     if isinstance(value, str):
         return path if "\0" in value else None
     items: list[tuple[str, Any]] = []
     if isinstance(value, dict):
-        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+        items = [
+            (f"{path}.{key}" if path else key, item)
+            for key, item in value.items()
+            if not (key in texts and isinstance(item, str))
+        ]
     elif isinstance(value, list):
         items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    return next((found for name, item in items if (found := _find_nul(item, name)) is not None), None)
+    return next((found for name, item in items if (found := _find_nul(item, texts, name)) is not None), None)

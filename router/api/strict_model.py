@@ -56,6 +56,7 @@ class Body(StrictModel):
         PASSING: Fields that are refused, with the values that have no effect and are accepted.
         VERBATIM: Names of fields, at any depth, with JSON in which a null has a meaning. Others are left out.
         ENTRIES: Names of the fields with messages or parts of one, whose number is limited together with their parts.
+            Only their texts may have NUL characters.
     """
 
     model_config = ConfigDict(json_schema_extra=_allow_ignored)

@@ -133,7 +133,7 @@ class ResponsesRequest(Body):
         "truncation": ("disabled",),
     }
     VERBATIM: ClassVar[frozenset[str]] = frozenset({"parameters", "schema"})
-    ENTRIES: ClassVar[tuple[str, ...]] = ("input",)
+    ENTRIES: ClassVar[tuple[str, ...]] = ("input", "instructions")
 
     model: str = Field(description="Name of the model.")
     input: Annotated[

@@ -185,7 +185,8 @@ def test_fields_that_would_change_the_result_are_refused_by_name(field: str, val
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x", "name": "a\0b"}]}, "messages[0].name", "invalid_value"),
+        ({"chat_template_kwargs": {"text": "a\0b"}}, "chat_template_kwargs.text", "invalid_value"),
         ({"stop": ["a", "\0"]}, "stop[1]", "invalid_value"),
         ({"model": "m\0"}, "model", "invalid_value"),
     ],
@@ -333,6 +334,13 @@ def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> Non
         message = {"role": "assistant", "content": None, **dict.fromkeys(names, "I see.")}
         written = template_message(_chat(messages=[message]).messages[0])
         assert written == {"role": "assistant", "content": "", "reasoning_content": "I see."}
+
+
+def test_texts_of_messages_may_have_nul_characters() -> None:
+    part = {"type": "text", "text": "a\0"}
+    chat = [CALLS[0] | {"content": [part]}, CALLS[1] | {"reasoning_content": "b\0"}, CALLS[2] | {"content": "c\0"}]
+    user, assistant, tool = (template_message(message) for message in _chat(messages=chat).messages)
+    assert (user["content"], assistant["reasoning_content"], tool["content"]) == ([part], "b\0", "c\0")
 
 
 @pytest.mark.parametrize("kind", ["text", "message"])

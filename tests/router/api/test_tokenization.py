@@ -44,6 +44,13 @@ async def test_tokens_have_the_text_that_they_came_from(router: Router, tokenize
     assert (await router.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
 
 
+async def test_a_chat_keeps_its_nul_characters(router: Router) -> None:
+    text = "HOME=/root\0PATH=/bin\0"
+    asked = {"messages": [{"role": "user", "content": text}]}
+    tokens = (await router.http.post("/tokenize", json=asked)).json()["tokens"]
+    assert text in (await router.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [

@@ -79,6 +79,12 @@ def test_a_result_may_have_no_content() -> None:
     assert _messages(HI, _turn(USE, role="assistant"), _turn(result))[-1]["content"] == ""
 
 
+def test_texts_may_have_nul_characters() -> None:
+    used = _turn({"type": "thinking", "thinking": "a\0"}, USE, role="assistant")
+    system, thought, result = _messages(used, _turn(RESULT | {"content": [_text("b\0")]}), system="c\0")
+    assert (system["content"], thought["reasoning_content"], result["content"]) == ("c\0", "a\0", "b\0")
+
+
 def test_a_message_of_the_system_may_be_anywhere() -> None:
     assert _messages(HI, {"role": "system", "content": "Now in German."}, HI)[1]["role"] == "system"
 
@@ -163,7 +169,7 @@ def test_counting_takes_what_makes_the_prompt() -> None:
             "messages[1].content[0].input",
             "invalid_type",
         ),
-        ({"messages": [_turn(_text("a\0b"))]}, "messages[0].content[0].text", "invalid_value"),
+        ({"messages": [_turn(USE | {"name": "a\0b"})]}, "messages[0].content[0].name", "invalid_value"),
         ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, "tools[0]", "unsupported_parameter"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "invalid_value"),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema", "invalid_value"),

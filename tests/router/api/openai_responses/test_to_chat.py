@@ -78,6 +78,11 @@ def test_a_summary_stands_for_reasoning_that_is_not_there() -> None:
     assert _messages({"type": "reasoning", "id": "rs_1", "summary": []}, answer) == [answer]
 
 
+def test_texts_may_have_nul_characters() -> None:
+    assert _messages(CALL, RESULT | {"output": "a\0b"})[1]["content"] == "a\0b"
+    assert [message.content for message in _chat(input="a\0b", instructions="c\0d").messages] == ["c\0d", "a\0b"]
+
+
 def test_several_parts_stay_apart() -> None:
     parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     (message,) = _messages({"role": "user", "content": parts})
@@ -170,7 +175,7 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
             "input[0].content[0]",
             "unsupported_parameter",
         ),
-        ({"input": [{"role": "user", "content": "a\0b"}]}, "input[0].content", "invalid_value"),
+        ({"input": [CALL | {"name": "a\0b"}]}, "input[0].name", "invalid_value"),
         ({"input": [RESULT]}, "input[0].call_id", "invalid_value"),
         ({"input": [CALL | {"arguments": "{"}]}, "input[0].arguments", "invalid_value"),
         ({"input": [CALL, CALL | {"call_id": "c2", "arguments": "[]"}]}, "input[1].arguments", "invalid_value"),
