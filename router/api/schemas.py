@@ -24,7 +24,7 @@ from router.api.strict_model import Body, StrictModel
 from router.api.structured import ResponseFormat, Schema, StructuredOutputs
 from router.errors import invalid
 
-MAX_STOPS = 4
+MAX_STOPS = 32
 MAX_STOP_CHARS = 1_024
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 300

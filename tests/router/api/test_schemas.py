@@ -171,7 +171,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(field: str, val
         ({"seed": 1 << 63}, "seed", "invalid_value"),
         ({"seed": 0.5}, "seed", "invalid_type"),
         ({"stop": ""}, "stop", "invalid_value"),
-        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ["a"] * 33}, "stop", "invalid_value"),
         ({"stop": ["a", 3]}, "stop[1]", "invalid_type"),
         ({"stop": "x" * 2_000}, "stop", "invalid_value"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
@@ -273,6 +273,11 @@ def test_a_body_with_very_many_errors_is_refused_with_their_number() -> None:
 def test_a_chat_of_very_many_parts_is_refused(messages: list[Any]) -> None:
     error = _error(orjson.dumps(CHAT | {"messages": messages}))
     assert (error["param"], error["code"]) == ("messages", "invalid_value")
+
+
+def test_there_may_be_32_stop_strings() -> None:
+    stops = [f"{number}." for number in range(32)]
+    assert _chat(stop=stops).stops == _text(stop=stops).stops == tuple(stops)
 
 
 def test_completions_take_up_to_five_logprobs() -> None:

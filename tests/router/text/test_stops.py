@@ -1,3 +1,5 @@
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,3 +48,11 @@ def test_a_stop_string_over_many_pieces_is_found() -> None:
     matcher = StopMatcher(["STOP"])
     assert [matcher.push(piece) for piece in ("say S", "T", "O", "no ST", "OP more")] == ["say ", "", "", "STOno ", ""]
     assert matcher.matched
+
+
+def test_text_that_is_held_back_for_long_costs_little() -> None:
+    matcher = StopMatcher([*("ab" + "c" * 1_022 for _ in range(31)), "a" * 1_023 + "b"])
+    begin = time.thread_time()
+    held = 4_000 - sum(len(matcher.push("aaaa")) for _ in range(1_000))
+    assert time.thread_time() - begin < 2.0  # nearly always 0.1 s
+    assert held == 1_023

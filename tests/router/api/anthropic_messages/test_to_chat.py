@@ -188,7 +188,7 @@ def test_counting_takes_what_makes_the_prompt() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name", "missing_required_parameter"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
-        ({"stop_sequences": ["x"] * 5}, "stop_sequences", "invalid_value"),
+        ({"stop_sequences": ["x"] * 33}, "stop_sequences", "invalid_value"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "invalid_value"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display", "invalid_value"),
         ({"container": "c"}, "container", "unsupported_parameter"),
