@@ -58,18 +58,29 @@ class EmbeddedRedis:
         def end_with_parent() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [
-                    *(server_program(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
-                    *("--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._socket.parent)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # keeps Ctrl-C from it: it ends last
-                preexec_fn=end_with_parent,
-            )
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [
+                        *(
+                            server_program(),
+                            "--port",
+                            "0",
+                            "--unixsocket",
+                            str(self._socket),
+                            "--unixsocketperm",
+                            "700",
+                        ),
+                        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._socket.parent)),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # keeps Ctrl-C from it: it ends last
+                    preexec_fn=end_with_parent,
+                )
+        except OSError as error:
+            raise CPDError(f"the embedded Redis did not start: {error}") from None
         deadline = time.monotonic() + _START_S
         with BlockingRedis(unix_socket_path=str(self._socket), retry=BlockingRetry(NoBackoff(), retries=0)) as client:
             while True:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from rich.console import Console
 
@@ -150,7 +150,7 @@ class _Output:
         self.console = console
         self._log = ClusterLog(cluster)
 
-    def __enter__(self) -> "_Output":
+    def __enter__(self) -> Self:
         self._log.write(LAUNCHER, [f"cpd up starts as process {os.getpid()}"])
         return self
 
@@ -359,6 +359,28 @@ def _reached_at(routers: Sequence[Member], state: ClusterState, own: str, settin
     return replace(state, url=url, redis_url=settings.redis_url)
 
 
+class _TriedAgain:
+    """A step of each round of `_watch`. A failure is said once; the next round tries again."""
+
+    def __init__(self, output: _Output, directory: ClusterDir) -> None:
+        self._output = output
+        self._path = directory.path
+        self.failure = ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        failure = ""
+        if isinstance(error, OSError):
+            failure = f"{self._path} can't be written: {error.strerror}"
+        elif isinstance(error, CPDError):
+            failure = str(error)
+        if failure and failure != self.failure:
+            self._output.say(f"{failure}. The cluster goes on, and this is tried again")
+        self.failure = failure
+        return bool(failure)
+
+
 def _watch(
     cluster: Cluster,
     redis: EmbeddedRedis | None,
@@ -376,11 +398,13 @@ def _watch(
     """
     starts: dict[str, int] = {}
     drained: set[str] = set()
+    written: set[str] = set()
     lost: dict[str, str] = {}
     hosts: dict[str, str] = {}
     missing: dict[str, str] = {}
     routers = {spec.name for spec in cluster.specs if not spec.is_worker}
     warned = False
+    files, redis_start = _TriedAgain(output, directory), _TriedAgain(output, directory)
     while True:
         states = cluster.states()
         for name, lines in cluster.last_lines():
@@ -392,7 +416,6 @@ def _watch(
             if state.exit_code == EXIT_DRAINED and name not in drained:
                 output.say(f"{name} was drained and has ended")
                 drained.add(name)
-                directory.add_drained(name)  # perhaps not by `cpd drain`
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process
@@ -409,13 +432,17 @@ def _watch(
         lost = {name: reason for name, reason in (lost | now_lost).items() if name in names}
         hosts = {name: host for name, host in hosts.items() if name in names}
         now_missing = {**_not_running(states), **lost}
-        if now_missing != missing:
-            missing = now_missing
-            directory.write_missing(missing)
         now_routers = {spec.name for spec in cluster.specs if not spec.is_worker} - lost.keys()
-        with contextlib.suppress(CPDError):  # Redis does not answer: the next iteration tries again
-            if now_routers != routers and find(now_routers):
-                routers = now_routers
+        with files:
+            for name in sorted(drained - written):
+                directory.add_drained(name)  # perhaps not by `cpd drain`
+                written.add(name)
+            if now_missing != missing:
+                directory.write_missing(now_missing)
+                missing = now_missing
+            with contextlib.suppress(CPDError):  # Redis does not answer: the next iteration tries again
+                if now_routers != routers and find(now_routers):
+                    routers = now_routers
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")
@@ -426,11 +453,10 @@ def _watch(
                 " cluster with Ctrl-C when it suits, and start it again"
             )
         if redis and not redis.running:
-            output.say("Redis died; restarting it")
-            try:
+            if not redis_start.failure:
+                output.say("Redis died; restarting it")
+            with redis_start:
                 redis.start()
-            except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
-                output.say(str(error))
         time.sleep(_RUNNING_POLL_S)
 
 
