@@ -148,12 +148,20 @@ class Changes:
         self._forget_drained()
         new: list[ProcessSpec] = []
         leaving: list[str] = []
+        lost = self._cluster.lost()
+
+        def runs(name: str) -> bool:
+            """True if the process runs."""
+            state = self._cluster.state(name)
+            return state is not None and state.pid is not None and name not in lost
+
         for kind, count in wanted.items():
             serves = "" if kind == "router" else model
             here = self._indices(kind, serves)
             free = (index for index in range(len(here) + count) if index not in here)
             new += [self._plan.process(kind, next(free), serves) for _ in range(count - len(here))]
-            leaving += [name_of(kind, index, serves) for index in here[count:]][::-1]
+            by_number = [name_of(kind, index, serves) for index in reversed(here)]
+            leaving += sorted(by_number, key=runs)[: max(0, len(here) - count)]
         self._start_and_end(new, leaving, tell)
 
     def resize(self, workers: int, ready: Sequence[str], tell: Tell) -> list[str]:

@@ -53,16 +53,29 @@ def test_a_process_that_refuses_or_keeps_dying_does_not_start() -> None:
 
 
 class Started:
-    """Processes of a cluster, of which some were drained."""
+    """Processes of a cluster, of which some were drained, crash, or are lost."""
 
-    def __init__(self, settings: ClusterSettings, drained: Collection[str] = ()) -> None:
+    closed = False
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        drained: Collection[str] = (),
+        crashed: Collection[str] = (),
+        lost: Collection[str] = (),
+    ) -> None:
         self.specs = processes(settings, "127.0.0.1")
-        self._drained = drained
+        self._drained, self._crashed, self._lost = drained, crashed, lost
 
     def stop(self, name: str) -> None:
         self.specs = [spec for spec in self.specs if spec.name != name]
 
+    def lost(self) -> dict[str, str]:
+        return dict.fromkeys(self._lost, "its machine was lost")
+
     def state(self, name: str) -> ProcessState:
+        if name in self._crashed:
+            return state(None, 2)
         return replace(state(None, 1), exit_code=EXIT_DRAINED) if name in self._drained else state(1, 1)
 
 
@@ -75,11 +88,16 @@ def numbers(settings: ClusterSettings, drained: Collection[str] = ()) -> tuple[l
 class Resized(Changes):
     """Notes what would be started and ended."""
 
-    def __init__(self, settings: ClusterSettings, drained: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        drained: Collection[str] = (),
+        crashed: Collection[str] = (),
+        lost: Collection[str] = (),
+    ) -> None:
         plan = Plan(settings, settings, "127.0.0.1", 0.0, "mark")
-        super().__init__(
-            cast(Cluster, Started(settings, drained)), plan, cast(ClusterState, None), list, lambda given: given
-        )
+        started = cast(Cluster, Started(settings, drained, crashed, lost))
+        super().__init__(started, plan, cast(ClusterState, None), list, lambda given: given)
         self.started: list[str] = []
         self.ended: list[str] = []
 
@@ -131,6 +149,13 @@ def test_a_worker_that_is_restarting_is_not_replaced_but_ends_first() -> None:
         one = Resized(settings)
         one.resize(wanted, ready, print)
         assert (one.started, one.ended) == ([], ended)
+
+
+def test_fewer_processes_are_wanted_and_those_that_do_not_run_end_first() -> None:
+    settings = ClusterSettings(model="m", combined=4, prefill=0, routers=2, secret_file=secret_file())
+    changes = Resized(settings, crashed={"combined-1"}, lost={"combined-0", "router-0"})
+    changes.scale({"combined": 1, "router": 1}, print)
+    assert changes.ended == ["combined-1", "combined-0", "combined-3", "router-0"]
 
 
 def test_numbers_count_what_was_started_and_not_drained() -> None:
