@@ -77,7 +77,7 @@ class Host:
         self._stopping = asyncio.Event()
 
     def terminate(self, reason: str) -> None:
-        """Drains all workers; ends them if they drain already."""
+        """Drains all workers; the second call ends them."""
         self._stopping.set()
         for worker in self._workers:
             worker.lifecycle.terminate(reason)

@@ -35,6 +35,7 @@ class Lifecycle:
         self._drain_s = drain_s
         self._on_change = on_change
         self._deadline = inf
+        self._terminated = False
         self.failed = False
         self.draining = asyncio.Event()
         self.stopping = asyncio.Event()
@@ -61,11 +62,14 @@ class Lifecycle:
             self._on_change()
 
     def terminate(self, reason: str) -> None:
-        """Drains; stops if it drains already. SIGTERM means this."""
-        if self.draining.is_set():
+        """Drains for at most `drain_s`, also if it drains already; the second call stops. SIGTERM means this."""
+        if self._terminated:
             self.stop(reason)
-        else:
-            self.drain(reason)
+            return
+        self._terminated = True
+        deadline = self._deadline
+        self.drain(reason)
+        self._deadline = min(deadline, self._deadline)
 
     def stop(self, reason: str, exit_code: int | None = None) -> None:
         """Ends the process now. `exit_code` says that it failed; without one, a drain under way keeps its own."""

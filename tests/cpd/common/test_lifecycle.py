@@ -31,8 +31,20 @@ async def test_a_drain_on_request_and_sigterm_end_with_the_code_of_the_request()
     lifecycle = Lifecycle(30.0)
     lifecycle.drain("asked to", EXIT_DRAINED)
     lifecycle.terminate("got SIGTERM")
+    assert not lifecycle.stopping.is_set()
+    lifecycle.terminate("got SIGTERM")
     assert lifecycle.stopping.is_set()
     assert lifecycle.exit_code == EXIT_DRAINED
+
+
+async def test_sigterm_shortens_a_drain_and_does_not_prolong_it() -> None:
+    long, short = Lifecycle(0.0), Lifecycle(1000.0)
+    long.drain("asked to", timeout_s=1000.0)
+    long.terminate("got SIGTERM")
+    assert long.time_is_over
+    short.drain("asked to", timeout_s=0.0)
+    short.terminate("got SIGTERM")
+    assert short.time_is_over
 
 
 async def test_the_last_time_counts() -> None:
