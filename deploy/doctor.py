@@ -14,19 +14,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from cpd.common.addresses import join_address
 from cpd.common.errors import CPDError
-from cpd.common.redis_client import Redis, RedisError
+from cpd.common.redis_client import NoPermissionError, Redis, RedisError
 from cpd.common.settings import ClusterSettings
-from cpd.common.trust import is_loopback
+from cpd.common.trust import NO_SECRET, is_loopback, read_secret
+from deploy.cluster_status import read_leases
 from deploy.endpoint import WILDCARDS, pick_port
 from deploy.logs import log_file
 from deploy.model import check_models, resolve_model
+from deploy.planner import check_bounds
 from deploy.redis import embedded_redis
 from deploy.session import OBJECT_STORE_BYTES, check_reachable
 from deploy.state import ClusterDir, running_clusters
@@ -87,8 +89,11 @@ def _name(settings: ClusterSettings) -> Iterator[Finding]:
 
 
 def _settings(settings: ClusterSettings) -> Iterator[Finding]:
+    check_bounds(settings)
     prepared(settings)
-    yield Finding("ok", "the policy, the profile and the key file can be read")
+    if settings.secret_file:
+        read_secret(settings.secret_file)
+    yield Finding("ok", "the policy, the profile, the key file and the secret can be read")
 
 
 def _port(settings: ClusterSettings) -> Iterator[Finding]:
@@ -127,17 +132,27 @@ def _redis(settings: ClusterSettings) -> Iterator[Finding]:
 
     async def version() -> str:
         async with Redis.from_url(settings.redis_url) as redis:
-            return str((await redis.info("server"))["redis_version"])
+            answer: Any = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+            fields = dict(zip(answer[::2], answer[1::2], strict=True)) if isinstance(answer, list) else answer
+            return str(fields[b"version"].decode())
 
     host = urlsplit(settings.redis_url).hostname
     try:
         found = asyncio.run(version())
+    except NoPermissionError:
+        read_leases(settings.redis_url, settings.cluster, NO_SECRET)
+        yield Finding(
+            "warning", "it answers, but its user may not ask for the version (+hello): 6.2 or later is needed"
+        )
+        return
     except (RedisError, OSError, ValueError) as error:
         yield Finding("error", f"{host or 'the Unix socket'} does not answer: {error}")
         return
     if tuple(map(int, found.split(".")[:2])) < _OLDEST_REDIS:
         yield Finding("error", f"{host} runs version {found}; 6.2 or later is needed")
-    elif host and not is_loopback(host) and not urlsplit(settings.redis_url).password:
+        return
+    read_leases(settings.redis_url, settings.cluster, NO_SECRET)
+    if host and not is_loopback(host) and not urlsplit(settings.redis_url).password:
         yield Finding("warning", f"{host} answers without a password: whoever reaches it can disturb the cluster")
     else:
         yield Finding("ok", f"version {found} answers")

@@ -15,7 +15,7 @@ try:
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
     from redis.exceptions import ConnectionError as RedisConnectionError
-    from redis.exceptions import RedisError
+    from redis.exceptions import NoPermissionError, RedisError
     from redis.retry import Retry as BlockingRetry
 finally:
     for _name in _HIDDEN:
@@ -26,6 +26,7 @@ __all__ = [
     "BlockingRedis",
     "BlockingRetry",
     "NoBackoff",
+    "NoPermissionError",
     "Redis",
     "RedisConnectionError",
     "RedisError",

@@ -4,12 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
 
 from cpd.common.settings import ClusterSettings
 from deploy import doctor as checks
 from deploy.doctor import CHECKS, Finding, doctor, examine
 from deploy.state import ClusterDir, ClusterState
 from models import tiny
+
+SECURITY = Path(__file__).parents[2] / "docs/security.md"
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,9 @@ def test_one_error_gives_exit_code_1_and_the_other_checks_are_made(
         ("model", {"model": "/none"}, "there is no checkpoint directory /none"),
         ("settings", {"policy": "no-such"}, "no-such"),
         ("settings", {"profile": "/none.json"}, "/none.json"),
-        ("redis", {"redis_url": "redis://:secret@127.0.0.1:1"}, "127.0.0.1 does not answer"),
+        ("settings", {"max_workers": "4"}, "--max-workers is for a planner"),
+        ("settings", {"secret_file": "/none"}, "--secret-file /none can't be read"),
+        ("redis", {"redis_url": "redis://:hidden@127.0.0.1:1"}, "127.0.0.1 does not answer"),
         ("ray", {"ray_address": "127.0.0.1:1"}, "nothing answers there"),
     ],
 )
@@ -66,7 +72,39 @@ def test_what_the_cluster_cannot_start_with_is_an_error(check: str, settings: di
     (finding,) = find(check, **settings)
     assert finding.level == "error"
     assert sentence in finding.text
-    assert "secret" not in finding.text
+    assert "hidden" not in finding.text
+
+
+def user(redis_url: str, *allowed: str) -> str:
+    """Adds a Redis user who may run these commands; returns the URL."""
+    with Redis.from_url(redis_url) as redis:
+        redis.execute_command("ACL", "SETUSER", "cpd", "reset", "on", ">PASSWORD", "~cpd:*", *allowed)
+    return redis_url.replace("unix://", "unix://cpd:PASSWORD@")
+
+
+def test_the_redis_user_of_the_documents_is_enough(redis_url: str) -> None:
+    (line,) = (line for line in SECURITY.read_text().splitlines() if line.startswith("ACL SETUSER cpd on"))
+    allowed = [word for word in line.split() if word.startswith("+")]
+    (finding,) = find("redis", redis_url=user(redis_url, *allowed))
+    assert finding.level == "ok"
+    assert "version" in finding.text
+
+
+def test_a_redis_user_who_may_not_run_the_scripts_is_an_error(redis_url: str) -> None:
+    (finding,) = find("redis", redis_url=user(redis_url, "+ping", "+hello", "+client|setinfo"))
+    assert finding.level == "error"
+    assert "permissions" in finding.text
+
+
+def test_a_redis_whose_version_is_not_told_is_a_warning(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise NoPermissionError
+
+    monkeypatch.setattr(checks.Redis, "execute_command", refuse)
+    tried: list[str] = []
+    monkeypatch.setattr(checks, "read_leases", lambda url, *_: tried.append(url))
+    (finding,) = find("redis", redis_url=redis_url)
+    assert (finding.level, tried) == ("warning", [redis_url])
 
 
 def test_the_embedded_redis_is_tried_and_several_hosts_need_another() -> None:
