@@ -288,12 +288,13 @@ class Changes:
         try:
             for old in specs:
                 new = self._plan.process(kind, 0 if kind == "simulated" else _index(old), serves)
+                changed = not new.starts_like(old)
                 tell(f"{old.name} ends its requests")
                 self._cluster.restart(old.name, new)
                 try:
                     self._wait([new])
                 except CPDError:
-                    if new != old:
+                    if changed:
                         tell(f"{old.name} does not start with the changed settings; it gets the old ones again")
                         self._cluster.restart(old.name, old)
                     raise
@@ -358,7 +359,9 @@ class Changes:
                     started = started or time.monotonic()
                     lost = self._cluster.lost()
                     routers = [
-                        spec.name for spec in self._cluster.specs if not spec.is_worker and spec.name not in lost
+                        spec.name
+                        for spec in self._cluster.specs
+                        if not (spec.is_worker or spec.name in lost or self._is_drained(spec))
                     ]
                     workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
                     if has_workers(self.state, workers, routers):

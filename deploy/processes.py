@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +76,15 @@ class ProcessSpec:
             command += [f"--{name.replace('_', '-')}", *([value] if value else [])]
         return command
 
+    def starts_like(self, other: "ProcessSpec") -> bool:
+        """True if both start the same process: what is sealed looks different each time.
+
+        Raises:
+            ConfigError: As `environment`.
+        """
+        same = replace(self, sealed=b"") == replace(other, sealed=b"")
+        return same and self._secrets() == other._secrets()
+
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the child's environment.
 
@@ -83,8 +92,11 @@ class ProcessSpec:
             ConfigError: This machine lacks the cluster's secret, or has another one.
         """
         kept = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED)}
-        secrets = unseal(read_secret(Path(self.flags["secret_file"])), self.sealed)
-        return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", LAUNCH_MARK: self.mark, **secrets}
+        extra = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", LAUNCH_MARK: self.mark}
+        return {**kept, **extra, **self._secrets()}
+
+    def _secrets(self) -> dict[str, str]:
+        return unseal(read_secret(Path(self.flags["secret_file"])), self.sealed)
 
 
 def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:

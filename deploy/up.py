@@ -420,6 +420,8 @@ def _watch(
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process
             if state.pid:
+                drained.discard(name)  # it was started again
+                written.discard(name)
                 moved = hosts.get(name, state.host) != state.host  # before it was known to be lost, if Ray is quick
                 if lost.pop(name, None) or moved:
                     output.say(f"{name} runs again, on {state.host}")
@@ -432,7 +434,7 @@ def _watch(
         lost = {name: reason for name, reason in (lost | now_lost).items() if name in names}
         hosts = {name: host for name, host in hosts.items() if name in names}
         now_missing = {**_not_running(states), **lost}
-        now_routers = {spec.name for spec in cluster.specs if not spec.is_worker} - lost.keys()
+        now_routers = {spec.name for spec in cluster.specs if not spec.is_worker} - lost.keys() - drained
         with files:
             for name in sorted(drained - written):
                 directory.add_drained(name)  # perhaps not by `cpd drain`

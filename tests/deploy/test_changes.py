@@ -2,18 +2,24 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
+from pydantic_core import to_json
 
+from cpd.common.errors import ConfigError, CPDError
+from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.scaling import ModelNumbers
 from cpd.common.settings import ClusterSettings
+from deploy import changes as module
 from deploy.changes import FIXED, STARTS, Changes, Plan, start_error
 from deploy.cluster import Cluster, Tell
 from deploy.process import ProcessState
 from deploy.processes import LAUNCH_MARK, ProcessSpec, processes
 from deploy.state import ClusterState
+from models import tiny
 from tests.secret import secret_file
 
 SETTINGS = ClusterSettings(model="m", combined=2, secret_file=secret_file())
@@ -65,18 +71,46 @@ class Started:
         lost: Collection[str] = (),
     ) -> None:
         self.specs = processes(settings, "127.0.0.1")
-        self._drained, self._crashed, self._lost = drained, crashed, lost
+        self._drained, self._crashed, self._lost = set(drained), crashed, lost
+        self.restarted: list[str] = []
 
     def stop(self, name: str) -> None:
         self.specs = [spec for spec in self.specs if spec.name != name]
+
+    def start(self, *_: object) -> None:
+        raise ConfigError("there is no room")
+
+    def restart(self, name: str, spec: ProcessSpec) -> None:
+        self.restarted.append(name)
+        self._drained.discard(name)
+
+    def resources(self) -> dict[str, float]:
+        return {}
 
     def lost(self) -> dict[str, str]:
         return dict.fromkeys(self._lost, "its machine was lost")
 
     def state(self, name: str) -> ProcessState:
         if name in self._crashed:
-            return state(None, 2)
+            return state(None, STARTS)
         return replace(state(None, 1), exit_code=EXIT_DRAINED) if name in self._drained else state(1, 1)
+
+
+def changes_of(cluster: Started, settings: ClusterSettings) -> Changes:
+    """Returns changes of a cluster whose processes hold their leases if they run."""
+
+    def leases() -> list[Member]:
+        return [Member(spec.name, spec.kind, "address", "host", 1) for spec in cluster.specs]
+
+    plan = Plan(settings, settings, "127.0.0.1", 0.0, "")
+    return Changes(cast(Cluster, cluster), plan, cast(ClusterState, None), leases, lambda given: given)
+
+
+def loaded(tmp_path: Path, **settings: object) -> tuple[ClusterSettings, Path]:
+    """Returns the settings of a config file, and the file."""
+    file = tmp_path / "cpd.yaml"
+    file.write_text(to_json({"secret_file": str(secret_file()), "prefill": 0, **settings}).decode())
+    return ClusterSettings.load({}, file), file
 
 
 def numbers(settings: ClusterSettings, drained: Collection[str] = ()) -> tuple[list[ModelNumbers], int]:
@@ -171,3 +205,23 @@ def test_numbers_count_what_was_started_and_not_drained() -> None:
 def test_the_number_of_simulated_workers_can_not_change() -> None:
     settings = ClusterSettings(model="m", simulate="instant", secret_file=secret_file())
     assert numbers(settings) == ([], 1)
+
+
+def test_a_drained_router_need_not_use_what_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, _ = loaded(tmp_path, model=str(tiny.CHECKPOINT), combined=1, routers=2)
+    expected: list[list[str]] = []
+    monkeypatch.setattr(module, "has_workers", lambda state, workers, routers: expected.append(routers) or True)
+    changes_of(Started(settings, drained={"router-1"}), settings).restart({"names": ["combined-0", "router-1"]}, print)
+    assert expected == [["router-0"], ["router-0", "router-1"]]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_process_gets_its_old_settings_again_if_they_were_others(tmp_path: Path, changed: bool) -> None:
+    settings, file = loaded(tmp_path, model=str(tiny.CHECKPOINT), combined=1, api_key=["key"])
+    cluster, said = Started(settings, crashed={"router-0"}), list[str]()
+    if changed:
+        file.write_text(file.read_text().replace('key"]', 'other"]'))
+    with pytest.raises(CPDError, match="has died"):
+        changes_of(cluster, settings).restart({"names": ["router-0"]}, said.append)
+    assert cluster.restarted == ["router-0"] * (1 + changed)
+    assert any("it gets the old ones again" in sentence for sentence in said) == changed

@@ -40,6 +40,16 @@ def parse(spec: ProcessSpec, settings: type[Settings], monkeypatch: pytest.Monke
     return settings.load(flags)
 
 
+def test_processes_start_alike_if_their_settings_and_secrets_are_equal(specs: dict[str, ProcessSpec]) -> None:
+    def router(**changed: object) -> ProcessSpec:
+        return processes(ClusterSettings.load({**GIVEN, **changed}), "127.0.0.1")[-1]
+
+    assert router() != specs["router-0"]
+    assert router().starts_like(specs["router-0"])
+    assert not router(api_key=["key-3"]).starts_like(specs["router-0"])
+    assert not router(max_n=2).starts_like(specs["router-0"])
+
+
 def test_there_is_one_process_for_each_worker_and_router(specs: dict[str, ProcessSpec]) -> None:
     assert list(specs) == ["combined-0", "prefill-0", "prefill-1", "router-0"]
     assert specs["prefill-1"].command("m")[:5] == [sys.executable, "-P", "-m", "prefill_worker", "--model"]

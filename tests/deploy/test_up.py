@@ -122,3 +122,17 @@ def test_the_cluster_goes_on_when_its_runtime_directory_is_deleted(directory: Cl
         "Redis died; restarting it",
         "the embedded Redis did not start",
     ]
+
+
+def test_the_url_is_that_of_a_router_that_was_not_drained(directory: ClusterDir) -> None:
+    sought: list[set[str]] = []
+    both = {"router-0": RUNS, "router-1": RUNS}
+    rounds: list[dict[str, ProcessState]] = [both, {**both, "router-0": DRAINED}, {"router-1": RUNS}, both]
+
+    def find(routers: Collection[str]) -> bool:
+        sought.append(set(routers))
+        return True
+
+    said = watch(Watched(*((states, lambda: None) for states in rounds)), directory, find)
+    assert sought == [{"router-1"}, {"router-0", "router-1"}]
+    assert said == ["router-0 was drained and has ended"]
