@@ -52,8 +52,8 @@ class ClusterLog:
             raise CPDError(f"cannot write the log {self.path}: {error.strerror}") from None
 
     def write(self, name: str, lines: Iterable[str]) -> None:
-        """Appends lines of the process `name`."""
-        for line in lines:
+        """Appends lines of the process `name`; a text with several lines is several."""
+        for line in (line for text in lines for line in text.split("\n")):
             self._file.handle(logging.makeLogRecord({"msg": f"{name}\t{line}"}))
 
     def close(self) -> None:

@@ -28,6 +28,14 @@ def test_lines_of_all_or_some_processes_are_printed_unchanged(capsys: pytest.Cap
         print_logs("c", ["nobody"], follow=False)
 
 
+def test_a_text_of_several_lines_belongs_to_its_process(capsys: pytest.CaptureFixture[str]) -> None:
+    log = ClusterLog("c")
+    log.write("cpd-up", ["error: not valid\n  in line 1\n\nof it", ""])
+    log.close()
+    print_logs("c", ["cpd-up"], follow=False)
+    assert capsys.readouterr().out == "error: not valid\n  in line 1\n\nof it\n\n"
+
+
 def test_only_its_owner_can_read_the_log() -> None:
     log = ClusterLog("c")
     log.write("router-0", ["two"])
