@@ -447,6 +447,17 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
             return value
         return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _check_keys(cls, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else value
+        if isinstance(texts, list) and any(isinstance(text, str) and not text.strip(" ,") for text in texts):
+            raise PydanticCustomError(
+                "empty",
+                "a key is empty, perhaps from an unset variable: give it, or leave the setting out to be open to all",
+            )
+        return value
+
     @field_validator("models")
     @classmethod
     def _check_names(cls, models: list[ServedModel]) -> list[ServedModel]:
@@ -651,14 +662,17 @@ def _sentence(error: ValidationError, settings: type[Settings]) -> str:
         return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     reasons = dict.fromkeys(one["msg"] for one in errors if one["loc"][: len(parts)] == place[: len(parts)])
     told = f"{name}: {', or: '.join(reasons)}"
-    return told if first["type"] in ("missing", "names") else f"{told} (got {given!r})"
+    return told if first["type"] in ("missing", "names", "empty") else f"{told} (got {given!r})"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path} is not UTF-8 in line {line}: save it in this encoding") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(data, dict | None):

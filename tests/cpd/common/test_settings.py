@@ -44,6 +44,25 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
     assert RouterSettings.load({}).api_key == ["four", "five"]
 
 
+@pytest.mark.parametrize("given", ["", " ", ",", [""], ["one", ""]])
+def test_an_empty_key_is_refused_and_does_not_open_the_endpoint(given: str | list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^api-key: a key is empty") as caught:
+        RouterSettings.load({"api_key": given})
+    assert "one" not in str(caught.value)
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPD_API_KEY", "")
+    with pytest.raises(ConfigError, match=r"^api-key: a key is empty"):
+        ClusterSettings.load({})
+
+
+def test_no_keys_are_a_setting_left_out_or_an_empty_list(tmp_path: Path) -> None:
+    file = tmp_path / "cpd.yaml"
+    file.write_text("api-key: []\n")
+    assert RouterSettings.load({}).api_key == RouterSettings.load({}, file).api_key == []
+
+
 def test_origins_are_schemes_and_hosts() -> None:
     origins = ["https://app.example", "http://localhost:3000", "http://[::1]:8080", "*"]
     assert RouterSettings.load({"allowed_origins": ",".join(origins)}).allowed_origins == origins
@@ -104,6 +123,13 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> 
     file = tmp_path / "wrong.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
+        ClusterSettings.load({}, file)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes("port: 1\nserved-model-name: café\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not UTF-8 in line 2"):
         ClusterSettings.load({}, file)
 
 
