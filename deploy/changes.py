@@ -16,6 +16,7 @@ from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.scaling import ModelNumbers
+from cpd.common.served_models import ServedModel
 from cpd.common.settings import ClusterSettings
 from deploy.cluster import Cluster, Tell
 from deploy.cluster_status import has_workers
@@ -224,15 +225,16 @@ class Changes:
         specs = {spec.name: spec for spec in self._cluster.specs}
         before, self._plan = self._plan, self._changed(tell)
         chosen = [spec for name, spec in specs.items() if name in arguments["names"] or not arguments["names"]]
+        restarted: list[str] = []
         try:
             for kind in _ORDER:
                 of_kind = sorted((spec for spec in chosen if spec.kind == kind), key=_model_of)
                 for serves, specs_of_model in groupby(of_kind, _model_of):
-                    self._roll(kind, serves, list(specs_of_model), tell)
+                    restarted += self._roll(kind, serves, list(specs_of_model), tell)
         except BaseException:
             self._plan = before
             raise
-        tell(f"Restarted {', '.join(spec.name for spec in chosen)}")
+        tell(f"Restarted {', '.join(restarted) or 'none'}")
 
     def move(self, old: ProcessSpec, node: str, host: str, tell: Tell) -> None:
         """Starts a process on another machine, and ends an old one of its kind when it is ready.
@@ -256,14 +258,18 @@ class Changes:
         old = self._plan.given
         fresh = old.reload()
         changed = {name for name in type(old).model_fields if getattr(fresh, name) != getattr(old, name)}
+        counts = changed & set(_COUNTS)
+        if "models" in changed and _without_numbers(fresh) == _without_numbers(old):
+            counts.add("models")
+        changed -= counts
         if fixed := sorted(changed & FIXED):
             names = ", ".join(name.replace("_", "-") for name in fixed)
             raise ConfigError(
                 f"{names} can't change while the cluster runs: set it back, or stop the cluster and start it again"
             )
-        if counts := sorted(changed & set(_COUNTS)):
-            tell(f"{', '.join(counts)} in the config file: not changed by a restart; use `cpd scale`")
-        changed -= set(_COUNTS)
+        if counts:
+            named = ", ".join("combined and prefill of models" if name == "models" else name for name in sorted(counts))
+            tell(f"{named} in the config file: not changed by a restart; use `cpd scale`")
         if not changed:
             return self._plan
         tell(f"Changed settings: {', '.join(sorted(name.replace('_', '-') for name in changed))}")
@@ -276,9 +282,13 @@ class Changes:
         check_models(elsewhere.each_model())
         return replace(self._plan, given=fresh, settings=settings)
 
-    def _roll(self, kind: Kind, serves: str, specs: Sequence[ProcessSpec], tell: Tell) -> None:
-        """Restarts processes of one role and model, with an additional one meanwhile if there is room."""
-        surge = None
+    def _roll(self, kind: Kind, serves: str, specs: Sequence[ProcessSpec], tell: Tell) -> list[str]:
+        """Restarts processes of one role and model, with an additional one meanwhile if there is room.
+
+        Returns:
+            The names of those that run again: all but those whose machine is lost.
+        """
+        surge, restarted = None, list[str]()
         if kind == "simulated":
             tell("The simulated workers run in one process: requests wait while it restarts")
         elif kind != "router" and self._plan.settings.device_memory is not None:
@@ -288,6 +298,10 @@ class Changes:
         try:
             for old in specs:
                 new = self._plan.process(kind, 0 if kind == "simulated" else _index(old), serves)
+                if self._cluster.machine_is_lost(old.name):
+                    self._cluster.restart(old.name, new)
+                    tell(f"{old.name} has lost its machine: it gets the settings when Ray has room for it")
+                    continue
                 changed = not new.starts_like(old)
                 tell(f"{old.name} ends its requests")
                 self._cluster.restart(old.name, new)
@@ -299,9 +313,11 @@ class Changes:
                         self._cluster.restart(old.name, old)
                     raise
                 tell(f"{old.name} is ready again")
+                restarted.append(old.name)
         finally:
             if surge:
                 self._remove(surge, tell)
+        return restarted
 
     def _surge(self, kind: Kind, serves: str, tell: Tell) -> str | None:
         """Starts one more process of a role and model; returns its name, or None if there is no room."""
@@ -416,6 +432,11 @@ class Changes:
 
     def _indices(self, kind: Kind, serves: str = "") -> list[int]:
         return sorted(_index(spec) for spec in self._cluster.specs if (spec.kind, spec.serves) == (kind, serves))
+
+
+def _without_numbers(settings: ClusterSettings) -> list[ServedModel]:
+    """Returns the entries of `models` with the same numbers of workers."""
+    return [one.model_copy(update={"combined": 1, "prefill": 0}) for one in settings.models]
 
 
 def _index(spec: ProcessSpec) -> int:

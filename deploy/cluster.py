@@ -165,6 +165,15 @@ class Cluster:
             found[process.spec.name] = reason
         return found
 
+    def machine_is_lost(self, name: str) -> bool:
+        """True if the machine of a process is lost, and the process does not run elsewhere yet."""
+        if dead_process():
+            return False
+        hosts = self.hosts()
+        with self._lock:
+            process = self._processes[name]
+            return process.actor is not None and process.node not in hosts
+
     def hosts(self) -> dict[str, str]:
         """Returns the name of each live machine, by Ray's id of its node."""
         import ray
@@ -225,11 +234,14 @@ class Cluster:
 
     def restart(self, name: str, spec: ProcessSpec) -> None:
         """Drains a process, waits until it is gone, and starts `spec`, of the same name, in its place."""
+        lost = self.machine_is_lost(name)
         process = self._end(name)
         with self._lock:
             if self._closed:
                 raise CPDError("the cluster is stopping")
-            process.spec, process.state, process.next_line = spec, None, 0
+            process.spec, process.next_line = spec, 0
+            if not lost:  # else it stays known as lost until it runs
+                process.state = None
             process.actor = self._actor(process)
 
     def stop(self, name: str) -> None:

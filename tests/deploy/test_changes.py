@@ -87,6 +87,9 @@ class Started:
     def resources(self) -> dict[str, float]:
         return {}
 
+    def machine_is_lost(self, name: str) -> bool:
+        return name in self._lost
+
     def lost(self) -> dict[str, str]:
         return dict.fromkeys(self._lost, "its machine was lost")
 
@@ -100,7 +103,7 @@ def changes_of(cluster: Started, settings: ClusterSettings) -> Changes:
     """Returns changes of a cluster whose processes hold their leases if they run."""
 
     def leases() -> list[Member]:
-        return [Member(spec.name, spec.kind, "address", "host", 1) for spec in cluster.specs]
+        return [Member(spec.name, "combined", "address", "host", 1) for spec in cluster.specs]
 
     plan = Plan(settings, settings, "127.0.0.1", 0.0, "")
     return Changes(cast(Cluster, cluster), plan, cast(ClusterState, None), leases, lambda given: given)
@@ -210,7 +213,12 @@ def test_the_number_of_simulated_workers_can_not_change() -> None:
 def test_a_drained_router_need_not_use_what_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, _ = loaded(tmp_path, model=str(tiny.CHECKPOINT), combined=1, routers=2)
     expected: list[list[str]] = []
-    monkeypatch.setattr(module, "has_workers", lambda state, workers, routers: expected.append(routers) or True)
+
+    def use(state: ClusterState, workers: object, routers: list[str]) -> bool:
+        expected.append(routers)
+        return True
+
+    monkeypatch.setattr(module, "has_workers", use)
     changes_of(Started(settings, drained={"router-1"}), settings).restart({"names": ["combined-0", "router-1"]}, print)
     assert expected == [["router-0"], ["router-0", "router-1"]]
 
@@ -225,3 +233,38 @@ def test_a_process_gets_its_old_settings_again_if_they_were_others(tmp_path: Pat
         changes_of(cluster, settings).restart({"names": ["router-0"]}, said.append)
     assert cluster.restarted == ["router-0"] * (1 + changed)
     assert any("it gets the old ones again" in sentence for sentence in said) == changed
+
+
+def test_a_restart_goes_on_without_a_process_whose_machine_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, _ = loaded(tmp_path, model=str(tiny.CHECKPOINT), combined=3)
+    cluster, said, waited = Started(settings, lost={"combined-1"}), list[str](), list[str]()
+
+    def use(state: ClusterState, workers: dict[str, int], routers: object) -> bool:
+        waited.extend(workers)
+        return True
+
+    monkeypatch.setattr(module, "has_workers", use)
+    changes_of(cluster, settings).restart({"names": []}, said.append)
+    assert cluster.restarted == ["combined-0", "combined-1", "combined-2", "router-0"]
+    assert waited == ["combined-0", "combined-2"]
+    assert "combined-1 has lost its machine: it gets the settings when Ray has room for it" in said
+    assert said[-1] == "Restarted combined-0, combined-2, router-0"
+
+
+def test_changed_numbers_of_a_model_s_workers_do_not_stop_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [{"name": name, "model": str(tiny.CHECKPOINT), "combined": 2} for name in ("one", "two")]
+    file = tmp_path / "cpd.yaml"
+    file.write_text(to_json({"secret_file": str(secret_file()), "models": models}).decode())
+    settings, said = ClusterSettings.load({}, file), list[str]()
+    monkeypatch.setattr(module, "has_workers", lambda *_: True)
+    changes, arguments = changes_of(Started(settings), settings), {"names": ["one-combined-0"]}
+    file.write_text(file.read_text().replace('"combined":2', '"combined":3', 1))
+    changes.restart(arguments, said.append)
+    assert said[0] == "combined and prefill of models in the config file: not changed by a restart; use `cpd scale`"
+    file.write_text(file.read_text().replace('"name":"two"', '"name":"three"'))
+    with pytest.raises(ConfigError, match="models can't change"):
+        changes.restart(arguments, print)

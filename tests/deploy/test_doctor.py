@@ -7,6 +7,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
+from cpd.common import redis_client
 from cpd.common.settings import ClusterSettings
 from deploy import doctor as checks
 from deploy.doctor import CHECKS, Finding, doctor, examine
@@ -100,7 +101,7 @@ def test_a_redis_whose_version_is_not_told_is_a_warning(redis_url: str, monkeypa
     async def refuse(*_: object) -> None:
         raise NoPermissionError
 
-    monkeypatch.setattr(checks.Redis, "execute_command", refuse)
+    monkeypatch.setattr(redis_client.Redis, "execute_command", refuse)
     tried: list[str] = []
     monkeypatch.setattr(checks, "read_leases", lambda url, *_: tried.append(url))
     (finding,) = find("redis", redis_url=redis_url)
