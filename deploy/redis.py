@@ -58,21 +58,12 @@ class EmbeddedRedis:
         def end_with_parent() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
+        command = [server_program(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
+        command += ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._socket.parent)]
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [
-                        *(
-                            server_program(),
-                            "--port",
-                            "0",
-                            "--unixsocket",
-                            str(self._socket),
-                            "--unixsocketperm",
-                            "700",
-                        ),
-                        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._socket.parent)),
-                    ],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
