@@ -6,6 +6,7 @@ of a loop and each call of a macro. A single operation, such as on a huge string
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -26,7 +27,13 @@ from router.errors import invalid
 Message = Mapping[str, Any]
 Scalar = bool | int | float | str
 
-_PROBE = "content-probe"
+_PROBES = ("content-probe-1", "content-probe-2")
+_PROBE_PARTS = [{"type": "text", "text": text} for text in _PROBES]
+
+_CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe", "arguments": {}}}
+"""Mistral's templates take only ids of nine letters and digits."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 RENDER_S = 2.0
 """Limit on the CPU time of a template, in seconds."""
@@ -64,7 +71,10 @@ class ChatTemplate:
         own: dict[str, Any] = {"messages": (), "tools": None, "documents": None, "add_generation_prompt": True}
         self._variables: Mapping[str, Any] = {**special_tokens, **own}
         self._knows_developer = "developer" in source
-        self._takes_parts = self._probe_parts()
+        self._takes_parts = frozenset(role for role in _ROLES if self._shows(role, _PROBE_PARTS, *_PROBES))
+        self._needs_parts = frozenset(
+            role for role in self._takes_parts if not self._shows(role, _PROBES[0], _PROBES[0])
+        )
 
     def knows(self, variable: str) -> bool:
         """True if the template reads a variable."""
@@ -107,17 +117,39 @@ class ChatTemplate:
         adapted = dict(message)
         if adapted["role"] == "developer" and not self._knows_developer:
             adapted["role"] = "system"
-        if isinstance(adapted["content"], list) and not self._takes_parts:
-            adapted["content"] = "\n".join(part["text"] for part in adapted["content"])
+        content = adapted["content"]
+        if isinstance(content, list):
+            roles = self._needs_parts if len(content) == 1 else self._takes_parts
+            if adapted["role"] not in roles:
+                adapted["content"] = "\n".join(part["text"] for part in content)
         return adapted
 
-    def _probe_parts(self) -> bool:
-        """True if the template renders the text of content parts, not the Python list."""
+    def _shows(self, role: str, content: Any, *texts: str) -> bool:
+        """True if the template renders a message's content with all of its texts, and not as a Python list or JSON."""
         try:
-            text = self._render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+            rendered = self._render(_probe(role, content))
         except _REFUSALS:
             return False
-        return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+        return all(text in rendered and not re.search(f"['\"]{text}", rendered) for text in texts)
+
+
+def _probe(role: str, content: Any) -> list[Message]:
+    """Returns a chat with this content, in an order of roles that templates accept.
+
+    The user's content is of the same form: some templates take only lists.
+    """
+    user = {"role": "user", "content": "x" if isinstance(content, str) else [{"type": "text", "text": "x"}]}
+    message = {"role": role, "content": content}
+    match role:
+        case "user":
+            return [message]
+        case "assistant":
+            return [user, message, user]
+        case "tool":
+            call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+            return [user, call, message | {"tool_call_id": _CALL["id"]}]
+        case _:
+            return [message, user]
 
 
 def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any], *, for_tools: bool = False) -> str | None:
