@@ -15,6 +15,7 @@ from typing import ClassVar
 from router.text.parsers.call_grammar import CallRules
 from router.text.parsers.call_scanner import CallScanner
 from router.text.parsers.events import CallArguments, CallStart, Content, Event
+from router.text.parsers.json_strings import JsonStrings
 from router.text.stops import overlap
 
 SPACE = " \t\r\n"
@@ -49,6 +50,7 @@ class ToolCallParser(ABC):
         self._held = ""  # the start of what may become a call
         self._space = ""  # content, unless a call follows
         self._num_calls = 0
+        self._strings = JsonStrings()  # of the last call's arguments
         self._events: list[Event] = []
         self._state: Step = self._start
 
@@ -130,10 +132,11 @@ class ToolCallParser(ABC):
         self._held = self._space = ""
         self._events.append(CallStart(self._num_calls, id or self._new_id(), name))
         self._num_calls += 1
+        self._strings = JsonStrings()
 
     def _write_arguments(self, text: str) -> None:
         if text:
-            self._events.append(CallArguments(self._num_calls - 1, text))
+            self._events.append(CallArguments(self._num_calls - 1, self._strings.push(text)))
 
     def _new_id(self) -> str:
         return call_id()

@@ -103,6 +103,17 @@ async def test_a_call_that_is_cut_has_its_arguments_so_far(start: Start) -> None
     assert whole.choices[0].finish_reason == "length"
 
 
+async def test_line_breaks_in_arguments_break_no_client(start: Start) -> None:
+    router = await start("hermes-tools", CALL.replace(ARGUMENTS, '{"city": "New\n\tYork"}'))
+    for choice in await _whole_and_streamed(router, tools=TOOLS):
+        assert _calls(choice) == [("get_weather", '{"city": "New\\n\\tYork"}')]
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for streams in (False, True):
+        body = {"model": MODEL, "input": "How is it?", "tools": tools, "stream": streams}
+        answer = (await router.http.post("/v1/responses", json=body)).text
+        assert r'"arguments":"{\"city\": \"New\\n\\tYork\"}"' in answer
+
+
 async def test_a_long_output_is_parsed_beside_the_event_loop(start: Start) -> None:
     arguments = json.dumps({"days": list(range(500))})
     router = await start("hermes-tools", CALL.replace(ARGUMENTS, arguments))

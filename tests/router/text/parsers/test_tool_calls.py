@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, str, str, Calls]] = {
         "hermes",
         '<tool_call>{"name": "add", "arguments": {"a": "x\ny"}}</tool_call>',
         "",
-        [("add", '{"a": "x\ny"}')],
+        [("add", '{"a": "x\\ny"}')],
     ),
     "hermes, tags within the arguments": (
         "hermes",
@@ -271,7 +271,9 @@ def test_the_pieces_of_an_output_do_not_change_the_result(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 ), max_size=3), ascii_only=st.booleans())  # fmt: skip
-def test_arguments_are_exactly_the_text_that_the_model_wrote(arguments: dict[str, Any], ascii_only: bool) -> None:
+def test_arguments_that_are_json_are_exactly_the_text_that_the_model_wrote(
+    arguments: dict[str, Any], ascii_only: bool
+) -> None:
     text = json.dumps(arguments, ensure_ascii=ascii_only)
     for family, written in (
         ("hermes", f'<tool_call>\n{{"name": "add", "arguments": {text}}}\n</tool_call>'),
@@ -280,6 +282,19 @@ def test_arguments_are_exactly_the_text_that_the_model_wrote(arguments: dict[str
         ("json", f'[{{"name": "add", "arguments": {text}}}]'),
     ):
         assert parse(new(family), *written) == ("", [("add", text)])
+
+
+def test_line_breaks_in_the_strings_of_arguments_are_escaped() -> None:
+    raw = '{\n"code": "a\n\tb\\n\\"\r",\t"b": "\\\\"}'
+    strict = '{\n"code": "a\\n\\tb\\n\\"\\r",\t"b": "\\\\"}'
+    assert json.loads(strict) == json.loads(raw, strict=False)
+    for family, written in (
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {raw}}}</tool_call>' * 2),
+        ("mistral", f"[TOOL_CALLS]add[ARGS]{raw}" * 2),
+        ("json", f'[{{"name": "add", "arguments": {raw}}}, {{"name": "add", "arguments": {raw}}}]'),
+    ):
+        for pieces in ([written], written):
+            assert parse(new(family), *pieces) == ("", [("add", strict), ("add", strict)])
 
 
 @pytest.mark.parametrize(("family", "text"), [case[:2] for case in CASES.values()], ids=CASES.keys())
