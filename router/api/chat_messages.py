@@ -1,13 +1,13 @@
 """The messages and tools of a chat: their fields, what is valid, and the form that chat templates take."""
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Discriminator, Field, Tag
 
+from router.api.call_arguments import read_arguments
 from router.api.strict_model import StrictModel
 from router.errors import ApiError, invalid
 
@@ -279,34 +279,13 @@ def template_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(text: str, path: str) -> dict[str, Any]:
-    """Returns the arguments of a call. An empty text is no arguments; strings may have line breaks, as models write."""
-    try:
-        arguments = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError as error:
-        try:
-            arguments = _loads_with_line_breaks(text)
-        except (ValueError, TypeError, RecursionError):
-            raise invalid(path, f"'{path}' is not valid JSON: {error}") from None
+    """Returns the arguments of a call. Models may have written no JSON; that is not the client's error."""
+    arguments = read_arguments(text)
     if not isinstance(arguments, dict):
         raise invalid(path, f"'{path}' must be the text of a JSON object.")
     if _NUL.search(text) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     return arguments
-
-
-def _loads_with_line_breaks(text: str) -> Any:
-    """Returns what JSON says whose strings may have line breaks.
-
-    Raises:
-        ValueError, TypeError, RecursionError: It is no such JSON.
-    """
-    value = json.loads(text, strict=False, parse_constant=_refuse_constant)
-    orjson.dumps(value)  # finds surrogates without their other half
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _missing(path: str) -> ApiError:

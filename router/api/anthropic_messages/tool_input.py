@@ -1,10 +1,10 @@
 """The input of a tool call, complete or cut."""
 
 import json
-from typing import Any
 
 import orjson
-from pydantic_core import from_json
+
+from router.api.call_arguments import begun
 
 
 def tool_input(text: str) -> orjson.Fragment:
@@ -12,13 +12,5 @@ def tool_input(text: str) -> orjson.Fragment:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        return orjson.Fragment(json.dumps(_begun(text)))
+        return orjson.Fragment(json.dumps(begun(text)))
     return orjson.Fragment(text)
-
-
-def _begun(text: str) -> dict[str, Any]:
-    try:
-        value = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -328,10 +328,25 @@ def test_tools_and_calls_are_honoured() -> None:
     assert _chat(tools=[TOOL], tool_choice="none").offered_tools == ()
 
 
-def test_a_call_with_line_breaks_in_its_strings_may_come_back() -> None:
-    call = CALL | {"function": {"name": "f", "arguments": '{"a": "x\ny"}'}}
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("", {}),
+        ('{"a": "x\ny"}', {"a": "x\ny"}),
+        ('{"a": ["x\ny", "z', {"a": ["x\ny"]}),
+        ('{"a": 1, "b": ', {"a": 1}),
+        ('{"a": 1, "b": True}', {}),
+        (r'{"a": "\d+"}', {}),
+        ('{"a": "x\ny", "b": "\\ud800"}', {}),
+        ('{"a": ' + "[" * 5000, {}),
+        ("no JSON", {}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_call_may_come_back_as_the_model_wrote_it(text: str, arguments: dict[str, Any]) -> None:
+    call = CALL | {"function": {"name": "f", "arguments": text}}
     written = template_message(_chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0])
-    assert written["tool_calls"][0]["function"]["arguments"] == {"a": "x\ny"}
+    assert written["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_reasoning_of_an_earlier_answer_may_come_back_under_either_name() -> None:
@@ -429,11 +444,7 @@ def test_refusals_are_texts(content: Any, refusal: Any, written: Any) -> None:
                 code,
             )
             for wrong, code in (
-                ("{", "invalid_value"),
                 ("[1]", "invalid_value"),
-                ('{"a": "x\ny", "b": NaN}', "invalid_value"),
-                ('{"a": "x\ny", "b": "\\ud800"}', "invalid_value"),
-                ('{"a": "x\n' + "[" * 5000, "invalid_value"),
                 ('{"a": "\\u0000"}', "invalid_value"),
                 ({}, "invalid_type"),
             )

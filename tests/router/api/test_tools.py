@@ -144,6 +144,18 @@ async def test_each_choice_has_its_own_calls(start: Start) -> None:
     assert streamed == {0: ARGUMENTS, 1: "Fine."}
 
 
+@pytest.mark.parametrize("arguments", [r'{"city": "\d+"}', '{"city": True}'])
+async def test_a_call_that_is_no_json_can_go_back(start: Start, arguments: str) -> None:
+    router = await start("hermes-tools", CALL.replace(ARGUMENTS, arguments))
+    answer = (
+        (await router.client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)).choices[0].message
+    )
+    assert answer.tool_calls
+    result: Any = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "no JSON"}
+    messages: Any = [*QUESTION, answer.model_dump(exclude_none=True), result]
+    assert (await router.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)).choices
+
+
 async def test_results_go_back_into_the_prompt(start: Start) -> None:
     router = await start("hermes-tools", CALL)
     answer = (
