@@ -9,12 +9,12 @@ from starlette.responses import Response
 from cpd.common.blocks import TOKEN_BYTES
 from router.api.anthropic_messages.documents import EVENTS, CountedTokens, MessageDocument, MessagesErrorResponse
 from router.api.anthropic_messages.format import MessagesFormat
+from router.api.anthropic_messages.parse import parse_messages
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
 from router.api.anthropic_messages.to_chat import to_chat
 from router.api.documentation import converts, generates
 from router.api.gate import Endpoint
 from router.api.intake import Intake, caller_of, json_response
-from router.api.parse import parse_body
 from router.api.translation import named
 
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -33,7 +33,7 @@ def add_messages(app: FastAPI, intake: Intake) -> dict[str, Endpoint]:
     async def create_message(request: Request) -> Response:
         """Generates the next message of a conversation, as Anthropic's API does."""
         caller = caller_of(request)
-        asked = await intake.read(request, partial(parse_body, kind=MessagesRequest))
+        asked = await intake.read(request, partial(parse_messages, kind=MessagesRequest))
         service = intake.find(request, asked.model)
         translated = await service.off_loop(lambda: to_chat(asked, service.sampling_defaults), caller)
         with named(translated.names):
@@ -43,7 +43,7 @@ def add_messages(app: FastAPI, intake: Intake) -> dict[str, Endpoint]:
     async def count_tokens(request: Request) -> Response:
         """Counts the tokens of a conversation's prompt."""
         caller = caller_of(request)
-        asked = await intake.read(request, partial(parse_body, kind=CountTokensRequest))
+        asked = await intake.read(request, partial(parse_messages, kind=CountTokensRequest))
         service = intake.find(request, asked.model)
         translated = await service.off_loop(lambda: to_chat(asked, service.sampling_defaults), caller)
         with named(translated.names):

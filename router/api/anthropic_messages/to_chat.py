@@ -1,9 +1,8 @@
 """From a request of the Messages API to a chat."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import orjson
 
 from router.api.anthropic_messages.request import (
     AnyBlock,
@@ -88,7 +87,8 @@ def _add_assistant(messages: Messages, path: str, blocks: Sequence[tuple[str, An
         messages.add_answer(path, _text(texts))
     for name, block in blocks:
         if isinstance(block, ToolUseBlock):
-            messages.add_call(name, block.id, block.name, orjson.dumps(block.input).decode(), "input")
+            arguments = json.dumps(block.input, ensure_ascii=False, separators=(",", ":"))  # orjson: only 64 bits
+            messages.add_call(name, block.id, block.name, arguments, "input")
 
 
 def _add_other(messages: Messages, path: str, role: str, blocks: Sequence[tuple[str, AnyBlock]]) -> None:

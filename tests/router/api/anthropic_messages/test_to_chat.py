@@ -1,13 +1,16 @@
 """What requests of the Messages API become, and the names in their errors."""
 
+import json
 from typing import Any
 
 import orjson
 import pytest
 
+from router.api.anthropic_messages.parse import parse_messages
 from router.api.anthropic_messages.request import CountTokensRequest, MessagesRequest
 from router.api.anthropic_messages.to_chat import to_chat
-from router.api.parse import MAX_PARTS, parse_body
+from router.api.chat_messages import template_message
+from router.api.parse import MAX_PARTS
 from router.api.schemas import ChatRequest
 from router.errors import ApiError
 
@@ -18,8 +21,8 @@ RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "t1", "content":
 
 
 def _chat(**fields: Any) -> ChatRequest:
-    body = orjson.dumps({"model": "m", "max_tokens": 9, "messages": [HI], **fields})
-    return to_chat(parse_body(body, MessagesRequest), {}).chat
+    body = json.dumps({"model": "m", "max_tokens": 9, "messages": [HI], **fields}).encode()
+    return to_chat(parse_messages(body, MessagesRequest), {}).chat
 
 
 def _messages(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -44,6 +47,14 @@ def test_blocks_of_the_system_message_are_limited_as_others_are() -> None:
     with pytest.raises(ApiError) as refusal:
         _chat(system=[_text("x")] * (MAX_PARTS + 1))
     assert refusal.value.param == "system"
+
+
+def test_integers_of_any_size_in_an_input_stay_as_they_are() -> None:
+    use = USE | {"input": {"wei": 1234567890123456789012345, "low": [-9999999999999999999, 1.5], "text": "é\n"}}
+    schema = {"type": "object", "properties": {"a": {"maximum": 10**30}}}
+    turn = _turn(use, role="assistant")
+    (_, message, *_) = _chat(messages=[HI, turn, _turn(RESULT)], tools=[TOOL | {"input_schema": schema}]).messages
+    assert template_message(message)["tool_calls"][0]["function"]["arguments"] == use["input"]
 
 
 def test_blocks_of_a_turn_become_messages_of_a_chat() -> None:
@@ -141,7 +152,7 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
 
 def test_counting_takes_what_makes_the_prompt() -> None:
     body = {"model": "m", "messages": [HI], "system": "Be brief.", "tools": [TOOL], "tool_choice": {"type": "none"}}
-    chat = to_chat(parse_body(orjson.dumps(body), CountTokensRequest), {}).chat
+    chat = to_chat(parse_messages(orjson.dumps(body), CountTokensRequest), {}).chat
     assert (len(chat.messages), chat.offered_tools, chat.output_limit) == (2, (), None)
 
 
