@@ -1,6 +1,5 @@
 """The messages and tools of a chat: their fields, what is valid, and the form that chat templates take."""
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -17,9 +16,6 @@ MAX_TOOLS_BYTES = 1 << 18
 
 _PLAIN_FIELDS = {"role", "content"}
 """Fields of a message that has no others to check."""
-
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
-"""An escaped NUL character in JSON; a backslash before it may be escaped itself."""
 
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 """Anthropic's limit; OpenAI's is half of it."""
@@ -283,8 +279,6 @@ def _arguments(text: str, path: str) -> dict[str, Any]:
     arguments = read_arguments(text)
     if not isinstance(arguments, dict):
         raise invalid(path, f"'{path}' must be the text of a JSON object.")
-    if _NUL.search(text) is not None:
-        raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     return arguments
 
 

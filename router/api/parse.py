@@ -28,8 +28,8 @@ _FORM = re.compile(r"<[a-z_ ]+>|\[key\]")
 _PARTS = ("content", "output", "summary")
 """Names of fields that have the parts of a message, or of a part."""
 
-_TEXTS = frozenset({"content", "output", "text", "refusal", "reasoning", "reasoning_content", "thinking"})
-"""Names of fields of a message, and of its parts, whose texts may have NUL characters: results of tools have them."""
+_TEXTS = frozenset({"content", "output", "text", "refusal", "reasoning", "reasoning_content", "thinking", "input"})
+"""Names of fields of a message, and of its parts, that may have NUL characters: results of tools have them."""
 
 B = TypeVar("B", bound=Body)
 
@@ -207,7 +207,7 @@ def _find_nul(value: Any, texts: frozenset[str], path: str = "") -> str | None:
         items = [
             (f"{path}.{key}" if path else key, item)
             for key, item in value.items()
-            if not (key in texts and isinstance(item, str))
+            if isinstance(item, list) or key not in texts
         ]
     elif isinstance(value, list):
         items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]

@@ -91,9 +91,10 @@ def test_a_result_may_have_no_content() -> None:
 
 
 def test_texts_may_have_nul_characters() -> None:
-    used = _turn({"type": "thinking", "thinking": "a\0"}, USE, role="assistant")
+    used = _turn({"type": "thinking", "thinking": "a\0"}, USE | {"input": {"text": "d\0"}}, role="assistant")
     system, thought, result = _messages(used, _turn(RESULT | {"content": [_text("b\0")]}), system="c\0")
     assert (system["content"], thought["reasoning_content"], result["content"]) == ("c\0", "a\0", "b\0")
+    assert thought["tool_calls"][0]["function"]["arguments"] == r'{"text":"d\u0000"}'
 
 
 def test_a_message_of_the_system_may_be_anywhere() -> None:
