@@ -110,7 +110,7 @@ class CustomTool(StrictModel):
     )
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = Field(None, description="Accepted and ignored: arguments come as written.")
-    defer_loading: Literal[False] | None = Field(None, description="The model sees all tools.")
+    defer_loading: bool | None = Field(None, description="Accepted and ignored: the model sees all tools.")
     allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = Field(
         None, description="Only the model calls tools."
     )

@@ -145,7 +145,7 @@ def test_fields_that_can_not_change_the_result_are_accepted() -> None:
         "container": None,
     }
     assert _chat(**harmless) == _chat()
-    of_tools = {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": []}
+    of_tools = {"defer_loading": True, "allowed_callers": ["direct"], "input_examples": []}
     use = _turn(USE | {"caller": {"type": "direct"}}, role="assistant")
     asked = _chat(tools=[TOOL | of_tools], messages=[HI, use, _turn(RESULT)])
     assert asked == _chat(tools=[TOOL], messages=[HI, _turn(USE, role="assistant"), _turn(RESULT)])
@@ -185,7 +185,6 @@ def test_counting_takes_what_makes_the_prompt() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, "tools[0]", "unsupported_parameter"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "invalid_value"),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema", "invalid_value"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading", "invalid_value"),
         (
             {"tools": [TOOL | {"allowed_callers": ["direct", "code_execution_20250825"]}]},
             "tools[0].allowed_callers",
