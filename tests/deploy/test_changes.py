@@ -125,15 +125,9 @@ def numbers(settings: ClusterSettings, drained: Collection[str] = ()) -> tuple[l
 class Resized(Changes):
     """Notes what would be started and ended."""
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        drained: Collection[str] = (),
-        crashed: Collection[str] = (),
-        lost: Collection[str] = (),
-    ) -> None:
+    def __init__(self, settings: ClusterSettings, **processes: Collection[str]) -> None:
         plan = Plan(settings, settings, "127.0.0.1", 0.0, "mark")
-        started = cast(Cluster, Started(settings, drained, crashed, lost))
+        started = cast(Cluster, Started(settings, **processes))
         super().__init__(started, plan, cast(ClusterState, None), list, lambda given: given)
         self.started: list[str] = []
         self.ended: list[str] = []
@@ -162,10 +156,10 @@ def test_the_number_of_workers_changes_by_combined_ones(workers: int, started: l
 
 def test_drained_workers_are_replaced_and_do_not_count() -> None:
     settings = ClusterSettings(model="m", combined=4, prefill=2, secret_file=secret_file())
-    one = Resized(settings, {"combined-1"})
+    one = Resized(settings, drained={"combined-1"})
     one.resize(6, ["prefill-0", "prefill-1", "combined-0", "combined-2", "combined-3"], print)
     assert (one.started, one.ended) == (["combined-1"], [])
-    other = Resized(settings, {"prefill-1"})
+    other = Resized(settings, drained={"prefill-1"})
     other.resize(4, ["combined-3", "combined-2", "combined-1", "combined-0", "prefill-0"], print)
     assert (other.started, other.ended) == ([], ["combined-3"])
 
