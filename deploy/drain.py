@@ -46,11 +46,14 @@ def drain(cluster: str, name: str, timeout_s: float | None) -> None:
     while True:
         try:
             what, silent_since = _still_runs(state, process), None
-        except _NoAnswerError as error:  # if it is the last router, nobody answers once it has ended
-            silent_since = silent_since or time.monotonic()
-            if time.monotonic() - silent_since > _SILENT_S:
-                raise CPDError(f"{name} drains, but whether it has ended is not known: {error}") from None
-            what = None if _has_ended(process) else shown
+        except _NoAnswerError as error:  # the last router takes no connections while it drains
+            if process["host"] == socket.gethostname():
+                what = shown if psutil.pid_exists(process["pid"]) else None
+            else:
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > _SILENT_S:
+                    raise CPDError(f"{name} drains, but whether it has ended is not known: {error}") from None
+                what = shown
         if what is None:
             break
         if what != shown:
@@ -99,8 +102,3 @@ def _still_runs(state: ClusterState, process: dict[str, Any]) -> str | None:
         raise CPDError(f"{process['id']} crashed while it drained, and was started again: drain it again")
     load = now.get("load")
     return f"{load['running']} running, {load['waiting']} waiting" if load else "it serves what it has"
-
-
-def _has_ended(process: dict[str, Any]) -> bool:
-    """True if the process ran on this machine and is gone."""
-    return process["host"] == socket.gethostname() and not psutil.pid_exists(process["pid"])

@@ -14,7 +14,6 @@ from cpd.common.errors import CPDError
 from cpd.common.redis_client import BlockingRedis, BlockingRetry, NoBackoff, RedisConnectionError
 
 _PR_SET_PDEATHSIG = 1
-_LONGEST_SOCKET = 107  # bytes, of sockaddr_un
 _START_S = 10.0
 _STOP_S = 3.0
 
@@ -50,8 +49,6 @@ class EmbeddedRedis:
         Raises:
             CPDError: The server does not start.
         """
-        if len(os.fsencode(self._socket)) > _LONGEST_SOCKET:
-            raise CPDError(f"the socket path {self._socket} is too long: set CPD_RUNTIME_DIR to a shorter path")
         log = self._socket.with_suffix(".log")
         libc = ctypes.CDLL(None)
 

@@ -35,11 +35,11 @@ def down(cluster: str) -> None:
     if directory.read() is None and directory.clean_up():
         sys.stdout.write(f"Cluster '{cluster}' is down. Its `cpd up` had been killed; what was left is removed.\n")
         return
-    state = running_cluster(cluster)
+    state = _held_cluster(cluster)
     deadline = time.monotonic() + _DOWN_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
-    while directory.read() == state:
+    while (left := directory.read()) and left.pid == state.pid:
         if time.monotonic() > deadline:
             raise CPDError(
                 f"`cpd up` (process {state.pid}) has not ended after {_DOWN_S:.0f} s. `kill -9 {state.pid}` ends it and"
@@ -104,8 +104,16 @@ def running_cluster(cluster: str) -> ClusterState:
     """Returns the running cluster of this name.
 
     Raises:
-        CPDError: There is none on this machine.
+        CPDError: There is none on this machine, or it only starts.
     """
+    state = _held_cluster(cluster)
+    if not state.url:
+        raise CPDError(f"cluster '{cluster}' only starts: its `cpd up` still checks or downloads its models")
+    return state
+
+
+def _held_cluster(cluster: str) -> ClusterState:
+    """Returns the cluster of this name, also one that only starts."""
     state = ClusterDir(cluster).read()
     if state is None:
         others = running_clusters()

@@ -34,6 +34,8 @@ from cpd.common.process import GRACE_S
 from deploy.processes import LAUNCH_MARK
 from deploy.raydir import clear_ray_dir, protected
 
+_LONGEST_SOCKET = 107  # bytes, of sockaddr_un
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
@@ -41,7 +43,7 @@ class ClusterState:
 
     Attributes:
         pid: Process id of its `cpd up`.
-        url: URL of its HTTP endpoint, from this machine.
+        url: URL of its HTTP endpoint, from this machine; empty while its `cpd up` checks or downloads the models.
         ray_dir: Temporary directory of the local Ray; empty if there is none.
         admin_key: The cluster's key of administration, for workers and routers.
         launch: Random mark of this start, in the environment of the processes (`LAUNCH_MARK`).
@@ -51,10 +53,10 @@ class ClusterState:
 
     cluster: str
     pid: int
-    url: str
-    ray_dir: str
-    admin_key: str
-    launch: str
+    url: str = ""
+    ray_dir: str = ""
+    admin_key: str = ""
+    launch: str = ""
     redis_url: str = ""
     secret_file: str = ""
 
@@ -89,8 +91,12 @@ class ClusterDir:
         """Owns the directory while the context is open, then removes it.
 
         Raises:
-            ConfigError: Another process runs this cluster, or other users can read the directory.
+            ConfigError: Another process runs this cluster, other users can read the directory, or its path is too long.
         """
+        if len(os.fsencode(self.control_socket)) > _LONGEST_SOCKET:
+            raise ConfigError(
+                f"the socket path {self.control_socket} is too long: set CPD_RUNTIME_DIR to a shorter path"
+            )
         lock = self._lock()
         if lock is None:
             raise ConfigError(
@@ -191,7 +197,8 @@ class ClusterDir:
             if stale := self._state():
                 if stale.ray_dir:
                     clear_ray_dir(stale.ray_dir)
-                _end_processes(stale.launch)
+                if stale.launch:
+                    _end_processes(stale.launch)
         self._remove_files()
 
     def _remove_files(self) -> None:

@@ -74,6 +74,7 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
     directory = ClusterDir(settings.cluster)
     with contextlib.ExitStack() as stack:
         stack.enter_context(directory.hold())
+        directory.write(ClusterState(settings.cluster, os.getpid()))
         output = stack.enter_context(_Output(settings.cluster, console))
         given = settings.reload()
         settings = _checked(settings, console)

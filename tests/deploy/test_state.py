@@ -8,7 +8,7 @@ import pytest
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.trust import read_secret
 from deploy.processes import LAUNCH_MARK
-from deploy.remote import running_cluster
+from deploy.remote import down, running_cluster
 from deploy.state import ClusterDir, ClusterState, running_clusters
 from tests.deploy.test_process import wait_for
 from tests.waiting import DEADLINE_S
@@ -119,6 +119,46 @@ def test_running_clusters_are_listed() -> None:
             running_cluster("c")
 
 
+def test_a_cluster_that_only_starts_can_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    owner = (
+        "import os, sys; from deploy.state import ClusterDir, ClusterState\n"
+        "with ClusterDir('c').hold():\n"
+        "    ClusterDir('c').write(ClusterState('c', os.getpid()))\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", owner]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        with pytest.raises(CPDError, match="'c' only starts"):
+            running_cluster("c")
+        down("c")
+        assert process.wait(DEADLINE_S) == -15
+    assert capsys.readouterr().out == "Cluster 'c' is down.\n"
+    assert not ClusterDir("c").path.exists()
+
+
+def test_a_cluster_whose_state_changes_while_it_ends_is_waited_for() -> None:
+    owner = (
+        "import os, signal, sys, time; from dataclasses import replace\n"
+        "from deploy.state import ClusterDir, ClusterState\n"
+        "state = ClusterState('c', os.getpid())\n"
+        "def end(*_):\n"
+        "    ClusterDir('c').write(replace(state, url='http://x')); time.sleep(1); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "with ClusterDir('c').hold():\n"
+        "    ClusterDir('c').write(state)\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", owner]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        down("c")
+        assert not ClusterDir("c").path.exists()
+        assert process.wait(DEADLINE_S) == 0
+
+
 def test_state_of_another_version_is_an_error_while_it_runs_and_removed_after() -> None:
     cluster = ClusterDir("c")
     with cluster.hold():
@@ -171,6 +211,12 @@ def test_what_was_drained_is_forgotten_with_the_cluster() -> None:
 def test_a_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--cluster"):
         ClusterDir(name)
+
+
+def test_a_path_that_is_too_long_for_sockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPD_RUNTIME_DIR", "/tmp/" + "long" * 25)
+    with pytest.raises(ConfigError, match="too long: set CPD_RUNTIME_DIR"), ClusterDir("c").hold():
+        pass
 
 
 def test_a_directory_that_other_users_can_read_is_refused(runtime_dir: Path) -> None:
