@@ -187,8 +187,9 @@ class Keys:
 
         Without any keys, too: a web page must not be able to call a route that changes something.
         """
-        own = b"Bearer " + self._secret.admin_key.encode()
-        if not (self._secret and hmac.compare_digest(authorization, own)):
+        scheme, _, key = authorization.partition(b" ")
+        own = self._secret.admin_key.encode()
+        if not (self._secret and scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), own)):
             if not self.any:
                 raise _unauthorized("This route needs the cluster's admin key, which `cpd drain` and others have.")
             self.tenant(authorization).check_admin()

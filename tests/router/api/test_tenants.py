@@ -26,6 +26,16 @@ def test_a_key_may_be_in_either_header() -> None:
     assert credentials({}) == b""
 
 
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer "])
+def test_the_admin_key_is_an_operators_with_and_without_other_keys(scheme: str) -> None:
+    secret = ClusterSecret("token")
+    for keys in (Keys([], secret=secret), Keys(["one"], secret=secret)):
+        keys.check_operator(f"{scheme}{secret.admin_key}".encode())
+        for wrong in ("", "Basic " + secret.admin_key, scheme, scheme + "two"):
+            with pytest.raises(ApiError):
+                keys.check_operator(wrong.encode())
+
+
 def test_a_tenants_name_and_salt_do_not_reveal_the_key() -> None:
     tenant = Keys(["one"]).tenant(b"Bearer one")
     assert "one" not in tenant.name
