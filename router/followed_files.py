@@ -20,7 +20,8 @@ POLL_S = 1.0
 T = TypeVar("T")
 
 Version = tuple[int, int, int]
-"""What tells two versions of a file apart: inode, time of the last change, size. A missing file has zeros."""
+"""What tells two versions of a file apart: inode, time of the last change, size. A missing file has zeros. The time is
+that of the inode, since a new owner or mode may make a file readable."""
 
 
 class FollowedFiles(Generic[T]):
@@ -92,4 +93,4 @@ def _version(file: Path) -> Version:
         stat = file.stat()
     except OSError:
         return 0, 0, 0
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return stat.st_ino, stat.st_ctime_ns, stat.st_size

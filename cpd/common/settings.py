@@ -451,7 +451,9 @@ class AllRoutersSettings(MemberSettings, TargetSettings):
     @classmethod
     def _check_keys(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
-        if isinstance(texts, list) and any(isinstance(text, str) and not text.strip(" ,") for text in texts):
+        if isinstance(texts, list) and any(
+            isinstance(text, str) and not text.replace(",", " ").strip() for text in texts
+        ):
             raise PydanticCustomError(
                 "empty",
                 "a key is empty, perhaps from an unset variable: give it, or leave the setting out to be open to all",

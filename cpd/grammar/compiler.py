@@ -212,13 +212,13 @@ def _source(grammar: Grammar) -> str:
             if rules > MAX_RULES:
                 raise GrammarError(f"the grammar has {rules} rules; at most {MAX_RULES} are allowed")
             if not lark.startswith(FORCING) or _repeats_much(text):
-                lark = f"{NOT_FORCING}\n{re.sub(r'^ *%llguidance.*', '', lark)}"
+                lark = f"{lark}\n{NOT_FORCING}"  # the last one counts, and clients may write others anywhere
             return LLMatcher.grammar_from_lark(lark)
 
 
 def _repeats_much(text: str) -> bool:
     """True if a regular expression, perhaps in a JSON document, may repeat a text more than MAX_REPEATED times."""
-    parts = (re.findall(r"\{(\d+)", part) for part in re.split(r'["\n]', text))
+    parts = (re.findall(r"\{(\d{1,9})", part) for part in re.split(r'["\n]', text))
     return any(math.prod(map(int, counts)) > MAX_REPEATED for counts in parts)
 
 

@@ -65,7 +65,8 @@ def json_schema(schema: dict[str, Any] | str) -> Grammar:
         schema: The schema, or its JSON text.
 
     Raises:
-        GrammarError: It is no object, too large or nested too deeply, or has a text that is too long.
+        GrammarError: It is no object, too large or nested too deeply, or has a text that is too long or a number that
+            JSON does not have.
     """
     if isinstance(schema, str):
         _check_size(schema)
@@ -76,7 +77,11 @@ def json_schema(schema: dict[str, Any] | str) -> Grammar:
     if not isinstance(schema, dict):
         raise GrammarError("the schema must be a JSON object")
     _check_schema(schema)
-    return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":"), ensure_ascii=False))
+    try:
+        text = json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise GrammarError("the schema has a number that JSON does not have: NaN, or one too large") from None
+    return _grammar(GrammarKind.JSON_SCHEMA, text)
 
 
 def regex(pattern: str) -> Grammar:

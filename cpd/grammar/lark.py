@@ -18,8 +18,9 @@ JSON_OPTIONS: "JsonCompileOptions" = {"lenient": False, "whitespace_flexible": T
 """llguidance's options of JSON schemas: what can't be enforced is an error."""
 
 FORCING, NOT_FORCING = ('%llguidance {"no_forcing": ' + value + "}" for value in ("false", "true"))
-"""The first line of a grammar: whether llguidance follows a text that is the only one at once. It does so without a
-limit, and some grammars have no end: in one of two rules that are both `/a+/`, the first one takes every `a`."""
+"""Options of a grammar, of which the last ones count: whether llguidance follows a text that is the only one at once.
+It does so without a limit, and some grammars have no end: in one of two rules that are both `/a+/`, the first one takes
+every `a`."""
 
 _COMMENTS = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum"})
@@ -54,7 +55,7 @@ def marker_tokens(grammar: Grammar) -> list[int]:
     """Returns the ids of the `token` expressions of a grammar, in their order."""
     if grammar.kind is not GrammarKind.EBNF:
         return []
-    return list(dict.fromkeys(int(token_id) for token_id in re.findall(r"<\[(\d+)\]>", grammar.text)))
+    return list(dict.fromkeys(int(token_id) for token_id in re.findall(r"<\[(\d{1,10})\]>", grammar.text)))
 
 
 def text_without(text: str) -> str:

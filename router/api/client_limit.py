@@ -5,7 +5,7 @@ names, while it is in progress, as a connection would.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 
 from router.errors import too_many
@@ -34,17 +34,19 @@ class ClientLimit:
         address = _address(peer)
         return None if address is None or self._is_proxy(address) else _key(address)
 
-    def forwarded_client(self, peer: str, headers: Mapping[bytes, bytes]) -> str | None:
+    def forwarded_client(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """The client of a request over a trusted proxy; None if the connection is the client's own, or none is named.
 
-        Of the names in the header, the last one that is no trusted proxy counts: those before it could be invented.
+        Of the names in the header, the last one that is no trusted proxy counts: those before it could be invented. A
+        proxy may add a header of its own instead of extending the one that it got.
         """
         if not self._proxies:
             return None
         address = _address(peer)
         if address is None or not self._is_proxy(address):
             return None
-        for name in reversed(headers.get(FORWARDED_FOR, b"").decode("latin-1").split(",")):
+        names = b",".join(value for name, value in headers if name == FORWARDED_FOR).decode("latin-1")
+        for name in reversed(names.split(",")):
             address = _address(name.strip())
             if address is None:
                 return None

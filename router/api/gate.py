@@ -127,7 +127,8 @@ class Gate:
                 self._hosts.check(headers.get(b"host", b""))
                 if path != "/" and not path.startswith(PAGE_FILES):  # the page asks for the key
                     tenant = self._keys.tenant(proof)
-            if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
+            peer, sent = scope["client"], scope["headers"]
+            if peer and (named := self._clients.forwarded_client(peer[0], sent)) is not None:
                 self._clients.open(named)
                 client = named
             scope["state"] = {**scope.get("state", {}), "tenant": tenant, "credentials": proof}

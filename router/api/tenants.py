@@ -117,15 +117,16 @@ def read_keys(file: Path, models: Collection[str] | None = None) -> list[KeyEntr
     """
     try:
         entries = _ENTRIES.validate_python(yaml.safe_load(file.read_text()))
+        digests = {_digest(entry.key.get_secret_value().encode()) for entry in entries}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {file} can't be read: {error}") from None
-    except yaml.YAMLError:  # its text quotes the file, with the keys
-        raise ConfigError(f"the key file {file} is not valid YAML") from None
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(f"the key file {file} must be a list of keys: {place}: {first['msg']}") from None
-    if len({entry.key for entry in entries}) < len(entries):
+    except (yaml.YAMLError, ValueError, RecursionError):  # their texts quote the file, with the keys
+        raise ConfigError(f"the key file {file} is not valid YAML") from None
+    if len(digests) < len(entries):
         raise ConfigError(f"the key file {file} has a key twice")
     if not entries:
         raise ConfigError(f"the key file {file} has no key: nobody could use the cluster")
@@ -171,14 +172,14 @@ class Keys:
 
     def replace(self, entries: Sequence[KeyEntry]) -> None:
         """Takes the entries of the key file instead of the earlier ones. Running requests go on."""
-        tenants = [(_digest(key), self._tenant(_hidden(key), limits=self._limits)) for key in self._keys]
+        tenants = [(_digest(key.encode()), self._tenant(_hidden(key), limits=self._limits)) for key in self._keys]
         for entry in entries:
             key, limits = entry.key.get_secret_value(), entry.limits(self._limits)
             models = frozenset(entry.models) if entry.models is not None else None
             tenant = self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority, limits, models)
-            tenants.append((_digest(key), tenant))
+            tenants.append((_digest(key.encode()), tenant))
         if tenants and self._secret:
-            tenants.append((_digest(self._secret.admin_key), self._tenant(CLUSTER_NAME)))
+            tenants.append((_digest(self._secret.admin_key.encode()), self._tenant(CLUSTER_NAME)))
         self._tenants = tenants
 
     def check_operator(self, authorization: bytes) -> None:
@@ -186,8 +187,9 @@ class Keys:
 
         Without any keys, too: a web page must not be able to call a route that changes something.
         """
-        own = b"Bearer " + self._secret.admin_key.encode()
-        if not (self._secret and hmac.compare_digest(authorization, own)):
+        scheme, _, key = authorization.partition(b" ")
+        own = self._secret.admin_key.encode()
+        if not (self._secret and scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), own)):
             if not self.any:
                 raise _unauthorized("This route needs the cluster's admin key, which `cpd drain` and others have.")
             self.tenant(authorization).check_admin()
@@ -219,7 +221,7 @@ class Keys:
             raise _unauthorized(
                 "No API key was sent. Send it in the header 'Authorization: Bearer <key>' or 'x-api-key'."
             )
-        sent = blake2b(key.strip()).digest()
+        sent = _digest(key)
         # all keys are compared in constant time, so that the time reveals nothing about them
         matches = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, sent)]
         if not matches:
@@ -245,8 +247,9 @@ def credentials(headers: Mapping[bytes, bytes]) -> bytes:
     return headers.get(b"authorization", b"" if key is None else b"Bearer " + key)
 
 
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    """White space around a key, such as a new line in a file, does not count: no client could send it."""
+    return blake2b(key.strip()).digest()
 
 
 def _hidden(key: str) -> str:

@@ -24,10 +24,15 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.yaml"
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace(file: Path, text: str, mode: int = 0o600) -> None:
     new = file.with_suffix(".new")
     new.write_text(text)
+    new.chmod(mode)
     new.replace(file)
+
+
+def _let_read(file: Path) -> None:
+    file.chmod(0o600)
 
 
 def _remove(file: Path) -> None:
@@ -89,6 +94,22 @@ class TestFollow:
         _replace(file, "[{key: new}]")
         await _until(keys, "new")
         assert len(errors()) == 2
+
+    async def test_a_file_that_becomes_readable_is_read(
+        self, file: Path, keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read_text = Path.read_text
+
+        def unless_forbidden(path: Path) -> str:  # tests may run as root, who may read everything
+            if path.stat().st_mode & 0o777 == 0:
+                raise PermissionError(13, "Permission denied")
+            return read_text(path)
+
+        monkeypatch.setattr(Path, "read_text", unless_forbidden)
+        _replace(file, "[{key: new}]", mode=0)
+        await waiting.eventually(lambda: "Permission denied" in caplog.text)
+        _let_read(file)
+        await _until(keys, "new")
 
     async def test_it_is_read_when_told_to(
         self, file: Path, keys: Keys, reread: asyncio.Event, monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,7 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
     assert RouterSettings.load({}).api_key == ["four", "five"]
 
 
-@pytest.mark.parametrize("given", ["", " ", ",", [""], ["one", ""]])
+@pytest.mark.parametrize("given", ["", " ", ",", "\n", [""], ["one", ""], ["one", ",\r\n"]])
 def test_an_empty_key_is_refused_and_does_not_open_the_endpoint(given: str | list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^api-key: a key is empty") as caught:
         RouterSettings.load({"api_key": given})

@@ -175,6 +175,8 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         (lambda: grammars.json_schema({"$ref": "#/nowhere"}), "nowhere"),
         (lambda: grammars.json_schema("[1]"), "object"),
         (lambda: grammars.json_schema("{"), "not valid JSON"),
+        (lambda: grammars.json_schema('{"minimum": NaN}'), "a number that JSON does not have"),
+        (lambda: grammars.json_schema('{"maximum": 1e999}'), "a number that JSON does not have"),
         (lambda: grammars.json_schema({"enum": ["x" * 500] * 150}), f"at most {MAX_BYTES}"),
         (lambda: grammars.json_schema({"description": "x" * (1 << 20)}), f"at most {MAX_BYTES}"),
         (lambda: grammars.json_schema({"const": "x" * 5000}), f"at most {MAX_EXPRESSION_BYTES}"),
@@ -196,6 +198,9 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         (lambda: grammars.ebnf(" "), "empty"),
         (lambda: grammars.ebnf('start: "' + "x" * 20000 + '"'), f"at most {MAX_EBNF_BYTES}"),
         (lambda: grammars.ebnf("start: nothing"), "nothing"),
+        (lambda: grammars.ebnf(f"start: <[{'9' * 5000}]>"), "number too large"),
+        (lambda: grammars.ebnf(f"start: /a{{{'9' * 5000}}}/"), "invalid regex"),
+        (lambda: grammars.ebnf('start: "a"\n('), r"2\(1\)"),  # the line that the client wrote
         (lambda: grammars.ebnf("root ::= " + "(" * 15000), "nested|read"),
         (lambda: grammars.ebnf("start: " + "(" * 15000), "nested"),
         (lambda: grammars.ebnf("start: a\n" + "".join(f"a{i}: a\n" for i in range(1500))), f"at most {MAX_RULES}"),
@@ -205,6 +210,10 @@ def test_what_can_not_be_used_is_refused_with_the_reason(make: Any, reason: str)
     with pytest.raises(GrammarError, match=reason) as caught:
         check(make())
     assert len(str(caught.value)) < 600
+
+
+def test_a_number_of_any_length_may_be_in_a_comment() -> None:
+    check(grammars.json_schema({"type": "object", "description": "{" + "9" * 5000}))
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -181,6 +181,9 @@ def test_another_split_into_tokens_is_accepted_where_one_is_forced(vocabulary: V
     [
         grammars.ebnf("start: A B\nA: /a+/\nB: /a+/"),
         grammars.ebnf('%llguidance {"no_forcing": false}\nstart: "a" start'),
+        grammars.ebnf('start: A B\n%llguidance {"no_forcing": false}\nA: /a+/\nB: /a+/'),
+        grammars.ebnf('%import common.INT %llguidance {"no_forcing": false}\nstart: A B\nA: /a+/\nB: /a+/'),
+        grammars.ebnf('start: %lark {\n%llguidance {"no_forcing": false}\nstart: A B\nA: /a+/\nB: /a+/\n}'),
         grammars.ebnf('root ::= "b" root | "a"'),
         grammars.regex("(((a{99}){99}){99})b?"),
         grammars.json_schema({"type": "string", "pattern": "^(((a{99}){99}){99})b?$"}),

@@ -60,7 +60,12 @@ def test_a_client_is_known_by_its_address(peer: str, client: str | None) -> None
     ],
 )
 def test_only_a_trusted_proxy_names_other_clients(peer: str, header: bytes, client: str | None) -> None:
-    assert ClientLimit(1, PROXIES).forwarded_client(peer, {b"x-forwarded-for": header}) == client
+    assert ClientLimit(1, PROXIES).forwarded_client(peer, [(b"x-forwarded-for", header)]) == client
+
+
+def test_each_proxy_may_add_a_header_of_its_own() -> None:
+    headers = [(b"x-forwarded-for", name) for name in (b"198.51.100.7", b"192.0.2.1", b"10.0.0.2")]
+    assert ClientLimit(1, PROXIES).forwarded_client("10.0.0.1", headers) == "192.0.2.1"
 
 
 async def test_behind_a_trusted_proxy_requests_in_progress_count(

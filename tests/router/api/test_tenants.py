@@ -26,6 +26,16 @@ def test_a_key_may_be_in_either_header() -> None:
     assert credentials({}) == b""
 
 
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer "])
+def test_the_admin_key_is_an_operators_with_and_without_other_keys(scheme: str) -> None:
+    secret = ClusterSecret("token")
+    for keys in (Keys([], secret=secret), Keys(["one"], secret=secret)):
+        keys.check_operator(f"{scheme}{secret.admin_key}".encode())
+        for wrong in ("", "Basic " + secret.admin_key, scheme, scheme + "two"):
+            with pytest.raises(ApiError):
+                keys.check_operator(wrong.encode())
+
+
 def test_a_tenants_name_and_salt_do_not_reveal_the_key() -> None:
     tenant = Keys(["one"]).tenant(b"Bearer one")
     assert "one" not in tenant.name
@@ -113,6 +123,10 @@ class TestKeyFile:
             ("- {key: one, name: a}\n- {key: two, name: a, admin: true}", "has different rights for the keys of a"),
             ("- {key: one", "is not valid YAML"),
             ("- key: \x00", "is not valid YAML"),
+            ("- key: 2026-31-12", "is not valid YAML"),
+            ('- key: "\\ud800"', "is not valid YAML"),
+            ("[" * 5000, "is not valid YAML"),
+            ("- {key: one}\n- {key: 'one '}", "has a key twice"),
         ],
     )
     def test_errors_in_it_do_not_show_its_keys(self, tmp_path: Path, text: str, message: str) -> None:
@@ -121,6 +135,12 @@ class TestKeyFile:
         assert message in str(error.value)
         assert "one" not in str(error.value)
         assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        "text", ["- key: |\n    one\n", "- key: ' one '\n", "- key: one\r\n", "\ufeff- key: one\n"]
+    )
+    def test_white_space_around_a_key_does_not_count(self, tmp_path: Path, text: str) -> None:
+        assert not Keys([], self._read(tmp_path, text)).tenant(b"Bearer one").admin
 
     def test_a_missing_one_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"nowhere can't be read: .*No such file"):
