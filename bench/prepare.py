@@ -16,6 +16,7 @@ from bench.tokens import Texts, measure
 from bench.workloads.base import Message
 
 _TRIES = 4  # of a trial request, because a server may fail some
+_ANSWERED = ("", Failure.EMPTY, Failure.INCOMPLETE)  # errors of a trial request that was served all the same
 _REDIRECTS = "give the address that it redirects to with --url, such as one with https"
 _SNAPSHOT_S = 5.0  # time limit; figures wait for the snapshot after a run
 
@@ -71,7 +72,10 @@ async def _prepare(settings: TargetSettings) -> Prepared:
     warnings = []
 
     async def ask(text: str) -> int | None:
-        return (await _trial(client, target, text)).prompt_tokens
+        trial = await _trial(client, target, text)
+        if trial.prompt_tokens is None and tokenizer is None and trial.error not in _ANSWERED:
+            raise BenchError(f"trial requests fail ({trial.error}: {trial.detail}): try again when the server is well")
+        return trial.prompt_tokens
 
     try:
         first = await _trial(client, target, "hello")
@@ -121,7 +125,7 @@ async def _trial(client: Client, target: Target, text: str) -> Record:
 
 
 def _without_counts(trial: Record) -> str:
-    if trial.error not in ("", Failure.EMPTY, Failure.INCOMPLETE):
+    if trial.error not in _ANSWERED:
         return f"trial requests fail ({trial.error}: {trial.detail}); prompt lengths will be in words"
     return (
         "the server reports no token counts (no usage): prompt lengths are in words, and output tokens are unknown; "

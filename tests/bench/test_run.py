@@ -26,7 +26,7 @@ from bench.prepare import cluster_snapshot
 from bench.run import command_line
 from bench.settings import RunSettings
 from cpd.cli.main import app
-from tests.bench.client.scripted import always, serving
+from tests.bench.client.scripted import Reader, Writer, always, chunked, request, serving
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,20 @@ async def test_a_server_that_redirects_is_no_server_to_measure(model: str) -> No
     async with serving(always(moved)) as url:
         settings = RunSettings.load({"url": url, "model": model})
         with pytest.raises(BenchError, match=r"redirects .* with --url"):
+            await asyncio.to_thread(bench_prepare.prepare, settings)
+
+
+async def test_a_server_that_begins_to_fail_in_the_trial_requests_is_not_said_to_lack_usage() -> None:
+    async def script(reader: Reader, writer: Writer) -> None:
+        await request(reader)
+        writer.write(chunked())
+        while True:
+            await request(reader)
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+
+    async with serving(script) as url:
+        settings = RunSettings.load({"url": url, "model": "m"})
+        with pytest.raises(BenchError, match=r"trial requests fail \(http_503: busy\)"):
             await asyncio.to_thread(bench_prepare.prepare, settings)
 
 
