@@ -16,6 +16,8 @@ from bench.tokens import Texts, measure
 from bench.workloads.base import Message
 
 _TRIES = 4  # of a trial request, because a server may fail some
+_ANSWERED = ("", Failure.EMPTY, Failure.INCOMPLETE)  # errors of a trial request that was served all the same
+_REDIRECTS = "give the address that it redirects to with --url, such as one with https"
 _SNAPSHOT_S = 5.0  # time limit; figures wait for the snapshot after a run
 
 
@@ -70,7 +72,10 @@ async def _prepare(settings: TargetSettings) -> Prepared:
     warnings = []
 
     async def ask(text: str) -> int | None:
-        return (await _trial(client, target, text)).prompt_tokens
+        trial = await _trial(client, target, text)
+        if trial.prompt_tokens is None and tokenizer is None and trial.error not in _ANSWERED:
+            raise BenchError(f"trial requests fail ({trial.error}: {trial.detail}): try again when the server is well")
+        return trial.prompt_tokens
 
     try:
         first = await _trial(client, target, "hello")
@@ -92,6 +97,8 @@ async def _first_model(target: Target) -> str:
         await client.close()
     if status == 401:
         raise BenchError("the server requires a key: give it with --api-key")
+    if 300 <= status < 400:
+        raise BenchError(f"the server redirects {target.url}/v1/models (HTTP {status}): {_REDIRECTS}")
     try:
         return str(body["data"][0]["id"])
     except (TypeError, KeyError, IndexError):
@@ -110,7 +117,7 @@ async def _trial(client: Client, target: Target, text: str) -> Record:
         await client.stream(record, [Message("user", text)])
         if record.status == 0 or record.error == Failure.TIMEOUT:
             raise BenchError(f"no answer from {target.url}: {record.detail or record.error}")
-        if 400 <= record.status < 500 and record.status not in (408, 429):
+        if 300 <= record.status < 500 and record.status not in (408, 429):
             raise BenchError(_refusal(record, target))
         if record.prompt_tokens is not None:
             break
@@ -118,7 +125,7 @@ async def _trial(client: Client, target: Target, text: str) -> Record:
 
 
 def _without_counts(trial: Record) -> str:
-    if trial.error not in ("", Failure.EMPTY, Failure.INCOMPLETE):
+    if trial.error not in _ANSWERED:
         return f"trial requests fail ({trial.error}: {trial.detail}); prompt lengths will be in words"
     return (
         "the server reports no token counts (no usage): prompt lengths are in words, and output tokens are unknown; "
@@ -127,6 +134,8 @@ def _without_counts(trial: Record) -> str:
 
 
 def _refusal(record: Record, target: Target) -> str:
+    if record.status < 400:
+        return f"the server redirects a trial request (HTTP {record.status}): {_REDIRECTS}"
     hint = ""
     if record.status == 401:
         hint = "; give the key with --api-key"

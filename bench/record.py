@@ -14,7 +14,7 @@ class Failure(StrEnum):
     DISCONNECTED = "disconnected"  # the connection ended in the middle of the response
     TIMEOUT = "timeout"  # nothing came for `--timeout-s`
     MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON, or JSON of another shape
-    STREAM_ERROR = "stream_error"  # an error event in the stream
+    STREAM_ERROR = "stream_error"  # an error event in the stream, or a finish_reason `abort` or `error`
     INCOMPLETE = "incomplete"  # the response ended without finish_reason or without [DONE]
     EMPTY = "empty"  # a complete stream without generated text
     ABORTED = "aborted"  # by Ctrl-C or the run's plan, not by the server

@@ -64,7 +64,8 @@ class Client:
         except RequestError as error:
             failure = error
         except asyncio.CancelledError:
-            failure = None if answer.done else RequestError(Failure.ABORTED, "")
+            complete = answer.done and record.content_s
+            failure = None if complete else RequestError(Failure.ABORTED, "")
             raise
         finally:
             answer.settle(time.perf_counter(), failure)

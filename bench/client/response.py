@@ -10,6 +10,7 @@ from bench.client.sse import EventSplitter
 from bench.record import Failure, Record
 
 _DONE = b"[DONE]"
+_BROKEN_OFF = ("abort", "error")  # finish_reasons of servers that gave the answer up (vLLM, SGLang, OpenRouter)
 _MAX_DETAIL = 300
 _MAX_REFUSAL_BYTES = 64 << 10
 _MAX_BODY_BYTES = 16 << 20
@@ -154,6 +155,8 @@ class StreamedAnswer:
             missing = [] if record.finish_reason else ["finish_reason"]
             missing += [] if self._done_s else ["[DONE]"]
             raise RequestError(Failure.INCOMPLETE, f"the stream ended without {' and without '.join(missing)}")
+        if record.finish_reason in _BROKEN_OFF:
+            raise RequestError(Failure.STREAM_ERROR, f"the finish_reason is {record.finish_reason}")
         if not record.content_s:
             raise RequestError(Failure.EMPTY, f"no text, and the finish_reason is {record.finish_reason}")
 

@@ -1,5 +1,6 @@
 """Runs the points of a sweep, or of the search for the highest rate."""
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -175,7 +176,7 @@ def _loads(settings: SweepSettings) -> list[_Load]:
     try:
         if settings.rates:
             rates = [float(text) for text in settings.rates.split(",")]
-            if min(rates) > 0:
+            if all(0 < rate < math.inf for rate in rates):
                 return [_Load("rate", rate) for rate in rates]
         else:
             streams = [int(text) for text in settings.concurrencies.split(",")]

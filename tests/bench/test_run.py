@@ -1,5 +1,6 @@
 """`cpd bench run` as a command, against the mock server."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typer.testing import Result as Invoked
 
 from bench import prepare as bench_prepare
 from bench.client.target import Target
+from bench.errors import BenchError
 from bench.metrics import summarise
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
@@ -24,6 +26,7 @@ from bench.prepare import cluster_snapshot
 from bench.run import command_line
 from bench.settings import RunSettings
 from cpd.cli.main import app
+from tests.bench.client.scripted import Reader, Writer, always, chunked, request, serving
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,29 @@ def test_what_cannot_be_run_is_one_sentence_and_exit_code_1(
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+async def test_a_server_that_redirects_is_no_server_to_measure(model: str) -> None:
+    moved = b"HTTP/1.1 301 Moved Permanently\r\nLocation: https://else.where/\r\nContent-Length: 0\r\n\r\n"
+    async with serving(always(moved)) as url:
+        settings = RunSettings.load({"url": url, "model": model})
+        with pytest.raises(BenchError, match=r"redirects .* with --url"):
+            await asyncio.to_thread(bench_prepare.prepare, settings)
+
+
+async def test_a_server_that_begins_to_fail_in_the_trial_requests_is_not_said_to_lack_usage() -> None:
+    async def script(reader: Reader, writer: Writer) -> None:
+        await request(reader)
+        writer.write(chunked())
+        while True:
+            await request(reader)
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+
+    async with serving(script) as url:
+        settings = RunSettings.load({"url": url, "model": "m"})
+        with pytest.raises(BenchError, match=r"trial requests fail \(http_503: busy\)"):
+            await asyncio.to_thread(bench_prepare.prepare, settings)
 
 
 def test_ctrl_c_prints_and_saves_what_there_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from bench.errors import BenchError
 from bench.record import Failure
 from tests.bench.client.scripted import (
     ASK,
+    DONE,
     EVENT_STREAM,
     HELLO,
     Reader,
@@ -18,6 +20,7 @@ from tests.bench.client.scripted import (
     always,
     asking,
     chunked,
+    delta,
     new_record,
     once,
     request,
@@ -201,12 +204,17 @@ async def test_cancelling_while_connecting_aborts_the_request() -> None:
     assert record.error == Failure.ABORTED
 
 
-async def test_cancelling_after_the_end_leaves_the_record_complete() -> None:
+@pytest.mark.parametrize(
+    ("answer", "error", "output_tokens"), [(HELLO, "", 2), ((delta("stop"), DONE), Failure.ABORTED, None)]
+)
+async def test_cancelling_after_the_end_leaves_the_record_complete_if_it_has_text(
+    answer: Sequence[bytes], error: str, output_tokens: int | None
+) -> None:
     finished = asyncio.Event()
 
     async def script(reader: Reader, writer: Writer) -> None:
         await request(reader)
-        writer.write(chunked()[: -len(b"0\r\n\r\n")])
+        writer.write(chunked(answer)[: -len(b"0\r\n\r\n")])
         finished.set()
         await reader.read()
 
@@ -218,7 +226,7 @@ async def test_cancelling_after_the_end_leaves_the_record_complete() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert (record.error, record.output_tokens) == ("", 2)
+    assert (record.error, record.output_tokens) == (error, output_tokens)
 
 
 async def test_output_is_counted_where_the_server_does_not() -> None:

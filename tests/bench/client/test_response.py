@@ -139,6 +139,8 @@ def test_a_tool_call_is_not_counted_without_usage() -> None:
         ((b"event: error\n" + event({"message": "Lost."}),), Failure.STREAM_ERROR, "Lost."),
         ((b"event: error\ndata: Lost.\n\n",), Failure.STREAM_ERROR, "Lost."),
         ((*HELLO[:2], event({"error": {"message": "Lost."}, "choices": []})), Failure.STREAM_ERROR, "Lost."),
+        ((*HELLO[:2], delta("abort"), DONE), Failure.STREAM_ERROR, "abort"),
+        ((*HELLO[:2], delta("error"), DONE), Failure.STREAM_ERROR, "error"),
     ],
 )
 def test_what_is_no_complete_answer(pieces: Sequence[bytes], error: str, detail: str) -> None:

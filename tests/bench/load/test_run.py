@@ -122,6 +122,12 @@ def test_a_failed_turn_ends_its_session() -> None:
     assert [(record.turn, record.error) for record in report.records] == [(0, Failure.DISCONNECTED)] * 4
 
 
+def test_a_prefix_whose_single_token_has_no_text_fills_the_cache_all_the_same() -> None:
+    with MockServer(Behaviour(ttft_ms=5, itl_ms=1, output_tokens=0)) as silent:
+        report = load(silent.url, concurrency=1, num_requests=2, workload="shared-prefix", input_len="64")
+    assert [record.error for record in report.records] == [Failure.EMPTY] * 2
+
+
 def test_users_pause_between_their_sessions(server: MockServer) -> None:
     report = load(server.url, users=2, num_requests=6, think_s="0.2")
     assert min(record.due_s - report.start_s for record in report.records) >= 0.2

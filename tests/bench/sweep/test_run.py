@@ -118,6 +118,8 @@ def test_the_turns_of_a_session_are_one_fact(server: MockServer, tmp_path: Path)
         ([], "needs one of"),
         (["--rates", "1,2", "--concurrencies", "1"], "needs one of"),
         (["--rates", "1,x"], "positive numbers"),
+        (["--rates", "1,nan"], "positive numbers"),
+        (["--rates", "1,inf"], "positive numbers"),
         (["--concurrencies", "0"], "positive numbers"),
         (["--find-max-rate"], "--slo"),
         (["--rates", "1", "--rate", "4"], "a sweep takes --rates"),
