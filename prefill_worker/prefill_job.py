@@ -170,11 +170,11 @@ class PrefillJob(ServedPrefill):
                     return await self._wait_and_start()
                 finally:
                     self._queue.remove(self._queued, time.monotonic())
-        except PrefillStoppedError as error:
+        except (PrefillStoppedError, TransferError) as error:
             return self._release(0, str(error))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
-        except (TransferError, GrammarError, ValueError) as error:
+        except (GrammarError, ValueError) as error:
             return self._refuse(str(error))
 
     async def _wait_and_start(self) -> pb.PrefillEvent:

@@ -62,10 +62,8 @@ class PrefixJob(ServedPrefill):
                 if not self._pinned:
                     return self._refuse("this cache can provide none of the blocks")
                 return await self._serve(peer)
-        except PrefillStoppedError as stopped:
-            return self._release(0, str(stopped))
-        except TransferError as error:
-            return self._refuse(str(error))
+        except (PrefillStoppedError, TransferError) as error:
+            return self._release(0, str(error))
 
     async def _serve(self, peer: Peer) -> pb.PrefillEvent:
         self.state = PrefixJobState.READY

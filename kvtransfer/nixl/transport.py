@@ -157,8 +157,9 @@ class NixlTransport:
         try:
             async with asyncio.timeout(GREETING_S):
                 streams = await asyncio.open_connection(await resolve(where.host), where.port)
-        except (OSError, TimeoutError) as error:
-            raise TransferError(f"no connection to {join_address(where.host, where.port)}: {error}") from None
+        except OSError as error:  # a TimeoutError is one; asyncio's has no text
+            text = str(error) or f"no answer for {GREETING_S:g} s; a firewall may drop what is sent to this port"
+            raise TransferError(f"no connection to {join_address(where.host, where.port)}: {text}") from None
         connection = Outgoing(
             *streams,
             self._outgoing_gone,

@@ -258,7 +258,7 @@ class TestWithoutPrefixFetch:
     @pytest.mark.parametrize(
         ("point", "k", "action", "reason"),
         [
-            (Point.CONNECT, 0, Action.FAIL, "refused"),
+            (Point.CONNECT, 0, Action.FAIL, "transfer"),
             (Point.PAGE, 0, Action.FAIL, "transfer"),
             (Point.PAGE, 7, Action.FAIL, "transfer"),
             (Point.LANDED, 0, Action.FAIL, "transfer"),

@@ -25,7 +25,7 @@ async def faulty_pair(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pa
 @pytest.mark.parametrize(
     ("point", "k", "action", "reason"),
     [
-        (Point.CONNECT, 0, Action.FAIL, "refused"),
+        (Point.CONNECT, 0, Action.FAIL, "transfer"),
         (Point.PAGE, 0, Action.FAIL, "transfer"),
         (Point.PAGE, 7, Action.FAIL, "transfer"),
         (Point.PAGE, 7, Action.DROP, "stalled"),

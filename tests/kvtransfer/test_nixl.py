@@ -354,3 +354,17 @@ async def test_rdma_ports_with_a_link_are_used_beside_the_hosts_interface(
 async def test_an_interface_that_is_not_this_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match="host"):
         await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="203.0.113.7")
+
+
+async def test_an_address_that_never_answers_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, network: Real
+) -> None:
+    async def never(host: str, port: int) -> None:
+        await asyncio.Event().wait()
+
+    sender = await network.open(Pool(4))
+    monkeypatch.setattr("kvtransfer.nixl.transport.GREETING_S", 0.01)
+    monkeypatch.setattr("kvtransfer.nixl.transport.asyncio.open_connection", never)
+    address = Address("127.0.0.1", 1, bytes(16)).encode()
+    with pytest.raises(TransferError, match=r"no connection to 127\.0\.0\.1:1: no answer for 0\.01 s; a firewall"):
+        await sender.connect(address)

@@ -315,8 +315,6 @@ async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> N
     [
         ({"fingerprint": b"other"}, "differ in weights"),
         ({"transport": "pigeon"}, "pigeon"),
-        ({"transport": "pigeon", "common_address": b"nowhere"}, "nobody answers"),
-        ({"transport_address": b"nowhere"}, "nobody answers"),
         ({"prompt_len": 0}, "prompt_len"),
         ({"tokens": pack_tokens([10**6])}, "vocabulary"),
     ],
@@ -329,6 +327,17 @@ async def test_invalid_requests_are_refused_with_the_reason(
         await call.send(start=s.receiver.start(make_request("a", prompt(1)), **overrides))
         assert named in (await call.expect("refused")).message
         assert await call.next() is None
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"transport_address": b"nowhere"}, {"transport": "pigeon", "common_address": b"nowhere"}]
+)
+async def test_a_pool_that_cannot_be_reached_is_a_failed_transfer(redis_url: str, overrides: dict[str, Any]) -> None:
+    async with setup(redis_url) as s:
+        call = s.receiver.request()
+        await call.send(start=s.receiver.start(make_request("a", prompt(100)), **overrides))
+        assert "nobody answers" in (await call.expect("released")).error
+        await s.view.balanced()
 
 
 async def test_a_landing_that_does_not_fit_is_refused(redis_url: str) -> None:
