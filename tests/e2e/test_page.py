@@ -272,6 +272,29 @@ class TestWhatModelsWrite:
             "ul": 3,
         }
 
+    def test_a_heading_may_have_any_spaces_and_number_signs(self, context: BrowserContext) -> None:
+        page = opened(context)
+        gap = " " * 15_000
+        _scripted(page, [_chunk(content=f"## C#\n\n## Closed ##\n\n# A{gap}B\n\n#{gap}C\r\n\nThe end.")])
+        answer = send(page, "Write headings.")
+        expect(answer.locator(".markdown p").last).to_have_text("The end.")
+        expect(answer.locator(".markdown").locator("h3, h4")).to_have_text(["C#", "Closed", "A B", "C"])
+
+    def test_a_long_row_of_backticks_is_text(self, context: BrowserContext) -> None:
+        page = opened(context)
+        _scripted(page, [_chunk(content=f"Row {'`' * 15_000}\n\n``a`b`` and ```c`\n\nThe end.")])
+        answer = send(page, "Write backticks.")
+        expect(answer.locator(".markdown p").last).to_have_text("The end.")
+        expect(answer.locator(".markdown p").first).to_have_text(f"Row {'`' * 15_000}")
+        expect(answer.locator(".markdown code")).to_have_text(["a`b"])
+
+    def test_numbers_of_a_tool_call_are_shown_as_they_are(self, context: BrowserContext) -> None:
+        page = opened(context)
+        function = {"name": "get_post", "arguments": '{"id": 1234567890123456789, "share": 1.0}'}
+        _scripted(page, [_chunk(tool_calls=[{"index": 0, "id": "call_1", "type": "function", "function": function}])])
+        answer = send(page, "Which post?")
+        expect(answer.locator(".call pre")).to_have_text('{ "id": 1234567890123456789, "share": 1.0 }')
+
     def test_reasoning_is_folded_and_tool_calls_are_shown_and_answered(self, context: BrowserContext) -> None:
         page = opened(context)
         call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": ""}}

@@ -12,7 +12,7 @@ const LONGEST_INLINE = 20_000; // characters; a longer text is shown without emp
 const DEEPEST = 8; // levels of lists, quotes and emphasis
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^\n`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*?))?[ \t]*#*[ \t]*$/;
+const HEADING = /^ {0,3}(#{1,6})(?![^ \t\r\n])/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
@@ -128,9 +128,9 @@ function element(kind, source, depth) {
     case "code":
       return code(source).element;
     case "heading": {
-      const [, marks, text = ""] = HEADING.exec(source.trimEnd());
+      const [start, { length: level }] = HEADING.exec(source);
       // below the headings of the page itself
-      return h(`h${Math.min(6, marks.length + 2)}`, {}, inline(text));
+      return h(`h${Math.min(6, level + 2)}`, {}, inline(withoutClosingMarks(source.slice(start.length).trim())));
     }
     case "rule":
       return h("hr");
@@ -145,6 +145,13 @@ function element(kind, source, depth) {
     default:
       return h("p", {}, inline(source.trim()));
   }
+}
+
+// "Title ##" → "Title", but "C#" stays. The search runs from the end, since a pattern would try each run of marks again.
+function withoutClosingMarks(text) {
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return end === 0 || /[ \t]/.test(text[end - 1]) ? text.slice(0, end).trimEnd() : text;
 }
 
 function elements(text, depth) {
@@ -253,8 +260,8 @@ function cells(line) {
 
 // ---- text within a block ----
 
-const SPECIAL = /[\\`*_~[!<\n]|https?:\/\//g;
-const CODE = /(`+)([^]{0,4000}?[^`])\1(?!`)/y;
+const SPECIAL = /[\\*_~[!<\n]|`+|https?:\/\//g;
+const CODE = /(`+)(?!`)([^]{0,4000}?[^`])\1(?!`)/y;
 const STRONG = /\*\*(?=\S)([^]{0,2000}?[^\s\\])\*\*|__(?=\S)([^]{0,2000}?[^\s\\])__(?![\p{L}\p{N}])/uy;
 const BOTH = /\*\*\*(?=\S)([^]{0,2000}?[^\s\\])\*\*\*/y;
 const EMPHASIS = /\*(?=[^\s*])([^]{0,2000}?[^\s\\*])\*(?!\*)|_(?=[^\s_])([^]{0,2000}?[^\s\\_])_(?![\p{L}\p{N}_])/uy;

@@ -262,9 +262,11 @@ function figuresOf({ measured, state, finish }) {
 }
 
 function indented(text) {
+  // numbers stay as they were written: the page's own have 53 bits
+  const exact = (key, value, { source }) => (typeof value === "number" ? JSON.rawJSON(source) : value);
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    return JSON.stringify(JSON.parse(text, exact), null, 2);
   } catch {
-    return text; // not complete yet, or cut
+    return text; // not complete yet, or cut; or the browser is too old for `exact`
   }
 }
