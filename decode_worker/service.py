@@ -195,10 +195,10 @@ class DecodeService:
         """Tells the routers to move this worker's requests, which they do as soon as another worker can take them."""
         self._context.load_changed()
 
-    def fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str, retry_after_s: float) -> None:
         """Fails every request but those parked for another worker: the model is asleep, and can't wake."""
         for request in [one for one in self._requests.values() if not one.parking]:
-            request.refuse(pb.Refusal.KIND_FAILED, reason)
+            request.refuse(pb.Refusal.KIND_FAILED, reason, retry_after_s=retry_after_s)
             self._abort(request, [])
 
     async def stop(self) -> None:

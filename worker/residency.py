@@ -75,7 +75,8 @@ class Residency:
     Args:
         own: The worker as it starts; its memory is an estimate.
         staging_bytes: Budget of the machine for staged weights.
-        fail: Called with a sentence: the requests that wait must fail with it.
+        fail: Called with a sentence, with which the requests that wait must fail, and the time in seconds after which
+            they may be tried again; 0: that is not known.
         changed: Called when the load report changes.
         on_failure: Called if this fails, which no error of Redis or of a wake does.
     """
@@ -87,7 +88,7 @@ class Residency:
         own: Own,
         *,
         staging_bytes: int = 0,
-        fail: Callable[[str], None],
+        fail: Callable[[str, float], None],
         changed: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
@@ -101,7 +102,7 @@ class Residency:
         self._loop = asyncio.get_running_loop()
         self._redis_ahead_s: float | None = None  # of time.monotonic
         self._state = ModelState.ASLEEP  # in the record
-        self._asked = False  # to wake, by hand
+        self._asked = False  # to wake, by hand or by a request that was given up
         self._given_up = ""  # why those that waited failed
         self._rests_until_s = 0.0
         self._waiting = 0
@@ -182,6 +183,14 @@ class Residency:
         if self._state is not ModelState.SERVING and self._own.intent_s is None:
             self._look_now.set()
 
+    def request_given_up(self) -> None:
+        """A request has waited too long. If it waited for a wake, the wake goes on, so that the next try is served.
+
+        Otherwise each try would begin its wait anew, and requests that may not wait long would never be served.
+        """
+        if self._own.intent_s is not None:
+            self._asked = True
+
     def wake(self) -> None:
         """Wakes the model as a request would."""
         self._asked, self._given_up, self._rests_until_s = True, "", 0.0
@@ -252,7 +261,7 @@ class Residency:
         for attempt in range(_MOST_ATTEMPTS):
             activity = self._activity()
             if self._given_up and self._waiting:
-                self._fail(self._given_up)
+                self._fail_waiting()
             look = await self._ledger.look(self._own.entry.owner.key, activity)
             self._redis_ahead_s = look.now - time.monotonic()
             record, gone = self._without_gone(look)
@@ -384,7 +393,10 @@ class Residency:
             self._refuse(self._my_turn, reason)
             return
         log.warning("requests that wait fail: %s", reason)
-        self._fail(reason)
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        self._fail(self._given_up, max(0.0, self._rests_until_s - time.monotonic()))
 
     def _load(self) -> None:
         self._loading_since_s = time.monotonic()

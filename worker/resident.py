@@ -89,6 +89,9 @@ class ModelUse(Protocol):
     def request_arrived(self) -> None:
         """Records that a request came, of a router or of another worker."""
 
+    def request_given_up(self) -> None:
+        """Records that a router's request has waited too long. If it waited for a wake, the wake goes on."""
+
     def prefill_refused(self) -> None:
         """Records that another worker's request was refused because the model does not serve."""
 
@@ -99,6 +102,9 @@ class AlwaysServing:
     state = ModelState.SERVING
 
     def request_arrived(self) -> None:
+        """Does nothing."""
+
+    def request_given_up(self) -> None:
         """Does nothing."""
 
     def prefill_refused(self) -> None:

@@ -84,8 +84,12 @@ class DecodePart(Part, RequestHandler, Protocol):
     def pause(self) -> None:
         """Ends what needs pages of the pool, because the model goes to sleep. Requests go to the engine's queue."""
 
-    def fail_all(self, reason: str) -> None:
-        """Fails every request: the model is asleep, and can't wake."""
+    def fail_all(self, reason: str, retry_after_s: float) -> None:
+        """Fails every request: the model is asleep, and can't wake.
+
+        Args:
+            retry_after_s: When it may be tried again; 0: that is not known.
+        """
 
     async def stop(self) -> None:
         """Ends every request in order; returns when nothing more will be sent. It has about a second."""
@@ -183,6 +187,8 @@ class WorkerService:
     def abort(self, session: RouterSession, message: pb.Abort) -> None:
         """Ends a request or some of its choices."""
         self.decode.abort(session, message)
+        if message.given_up:
+            self._model.request_given_up()
 
     def park(self, session: RouterSession, message: pb.Park) -> None:
         """Parks a request, so that it can continue on another worker."""
@@ -211,9 +217,9 @@ class WorkerService:
         else:
             self.prefill.ended(served)
 
-    def fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str, retry_after_s: float) -> None:
         """Fails every request of routers: the model is asleep, and can't wake."""
-        self.decode.fail_all(reason)
+        self.decode.fail_all(reason, retry_after_s)
 
     # ---- the end ----
 

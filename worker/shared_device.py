@@ -29,7 +29,7 @@ def share_device(
     redis: Redis,
     secret: ClusterSecret,
     *,
-    fail: Callable[[str], None],
+    fail: Callable[[str, float], None],
     changed: Callable[[], None],
     on_failure: Callable[[BaseException], None],
 ) -> Residency:

@@ -78,6 +78,7 @@ class Sleeper:
         release_s: Longest time in which pages must be free when the model goes to sleep.
         changed: Called when the state changes.
         arrived: Called when a request came.
+        given_up: Called when a request has waited too long.
 
     Attributes:
         state: See the module.
@@ -94,6 +95,7 @@ class Sleeper:
         release_s: float,
         changed: Callable[[], None],
         arrived: Callable[[], None],
+        given_up: Callable[[], None],
     ) -> None:
         self.state = ModelState.SERVING
         self.took_s: dict[str, float] = {}
@@ -103,7 +105,7 @@ class Sleeper:
         self._lifecycle = lifecycle
         self._release_s = release_s
         self._changed = changed
-        self._arrived = arrived
+        self._arrived, self._given_up = arrived, given_up
         self._service: Pausable
         self._stats: Callable[[], EngineStats]
         self._thread = ThreadPoolExecutor(1, "model-memory")
@@ -138,6 +140,10 @@ class Sleeper:
         self._arrivals = self._arrivals_at(now) + 1
         self._last_access = now
         self._arrived()
+
+    def request_given_up(self) -> None:
+        """Records that a request has waited too long."""
+        self._given_up()
 
     def prefill_refused(self) -> None:
         """Records that another worker's request was refused."""

@@ -179,6 +179,7 @@ class Worker:
                 release_s=settings.prefill_progress_s,
                 changed=self._load_changed,
                 arrived=self._request_arrived,
+                given_up=self._request_given_up,
             )
         prefill_client = PrefillClient(self.id, self._secret)
         self._down.push_async_callback(_bounded, prefill_client.close, "streams to other workers")
@@ -237,7 +238,7 @@ class Worker:
             await asyncio.to_thread(self._expect_memory, self._settings),
             self._redis,
             self._secret,
-            fail=lambda reason: self._service.fail_all(reason),
+            fail=lambda reason, retry_after_s: self._service.fail_all(reason, retry_after_s),
             changed=self._load_changed,
             on_failure=lambda error: self.lifecycle.stop(f"sharing the device failed: {error!r}", EXIT_RESTART),
         )
@@ -247,6 +248,10 @@ class Worker:
     def _request_arrived(self) -> None:
         if self._residency is not None:
             self._residency.request_arrived()
+
+    def _request_given_up(self) -> None:
+        if self._residency is not None:
+            self._residency.request_given_up()
 
     def _start_tracing(self) -> "Tracing | None":
         settings = self._settings

@@ -134,4 +134,4 @@ def _held_by(name: str, popular: Sequence[Occupant], now: float) -> str:
         left_s = max(one.last_access_s, one.since_s) + idle_s - now
         until = f"for at least {max(0.0, left_s):.0f} s" if idle_s else "without limit, as it has no idle_timeout"
         holders.append(f"{one.model.name} {until}")
-    return f"{name} does not fit beside popular models that nobody may displace: {'; '.join(holders)}"
+    return f"{name} does not fit beside popular or pinned models, which nobody may displace: {'; '.join(holders)}"

@@ -398,8 +398,11 @@ class Abort(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     attempt: _builtins.int
+    given_up: _builtins.bool
+    """its time was over: if it waited for the model to wake, the wake goes on"""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty: all of them"""
@@ -410,10 +413,11 @@ class Abort(_message.Message):
         request: _builtins.int = ...,
         attempt: _builtins.int = ...,
         choices: _abc.Iterable[_builtins.int] | None = ...,
+        given_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "given_up", b"given_up", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

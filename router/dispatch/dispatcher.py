@@ -163,11 +163,15 @@ class Dispatcher:
         may_take_s = self._max_wait_s + 2 * (cost.prefill_ms + cost.handoff_ms) / 1e3
         self._wakes.limit(attempt, request.received + may_take_s)
 
-    def cancel(self, request: RoutedRequest) -> None:
-        """Ends a request on all its workers."""
+    def cancel(self, request: RoutedRequest, *, given_up: bool = False) -> None:
+        """Ends a request on all its workers.
+
+        Args:
+            given_up: It has waited too long. If its model is about to wake for it, the model still does.
+        """
         for attempt in list(request.attempts):
             if attempt.session is not None:
-                attempt.session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
+                attempt.session.abort(pb.Abort(request=attempt.id, attempt=attempt.number, given_up=given_up))
             self._remove(attempt, "cancelled")
         request.end_expiry()
 
@@ -221,7 +225,7 @@ class Dispatcher:
             log.error("worker %s failed the request: %s", session.id, message, extra=attempt.request.log_fields)
             attempt.failures += 1
             if attempt.parked is not None:  # its last worker still has it
-                self._retry(attempt, retry_after_s)
+                self._retry(attempt, RETRY_S)
             elif session.residency in ("asleep", "waking"):  # its model can't wake
                 if not all(self._place(part) for part in self._split(attempt)):
                     self._fail(attempt.request, wake_failed(message, retry_after_s))
@@ -607,7 +611,9 @@ class Dispatcher:
         message = f"There was no first token after {now - request.received:.1f} s, so the request is given up."
         if request.waits_for_wake:
             message = f"The model was not awake after {now - request.received:.1f} s, so the request is given up."
-        self._fail(request, waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3))
+        error = waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3)
+        self.cancel(request, given_up=True)
+        request.consumer.failed(error)
 
     def _unable(self, request: RoutedRequest) -> set[str]:
         """The workers that can't serve a request: those that would not follow its grammar or its thinking budget."""

@@ -159,9 +159,12 @@ class Client:
         )
         return answer
 
-    async def abort(self, number: int, choices: Sequence[int] = (), attempt: int = 0) -> None:
+    async def abort(
+        self, number: int, choices: Sequence[int] = (), attempt: int = 0, *, given_up: bool = False
+    ) -> None:
         """Aborts a request. Outputs sent before may still arrive."""
-        self._wire.send(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
+        abort = pb.Abort(request=number, attempt=attempt, choices=choices, given_up=given_up)
+        self._wire.send(pb.RouterMessage(abort=abort))
 
     async def park(self, number: int, attempt: int = 0) -> None:
         """Asks the worker to park a request."""

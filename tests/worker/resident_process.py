@@ -121,7 +121,7 @@ async def run(url: str, cluster: str, name: str, total: int, size: int) -> None:
         Ledger(redis, cluster, SECRET, "here"),
         Rule(),
         Own(entry, total, fingerprint=name),
-        fail=lambda reason: failed.set_exception(AssertionError(reason)),
+        fail=lambda reason, _: failed.set_exception(AssertionError(reason)),
         changed=lambda: None,
         on_failure=failed.set_exception,
     )

@@ -117,6 +117,7 @@ class SharingWorker:
         own = ProcessIdentity.own()
         self.name = f"w{number}"
         self.failed: list[str] = []
+        self.retry_after_s = 0.0
         self.broken: list[BaseException] = []
         self.resident = FakeResident(self.name, size, memory)
         settings = {"min_runtime_s": 0.3, "max_wait_time_s": 0.2, "drain_timeout_s": 0.3, "wake_s": 0.5, "sleep_s": 0.1}
@@ -142,8 +143,9 @@ class SharingWorker:
             on_failure=self.broken.append,
         )
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, retry_after_s: float) -> None:
         self.failed.append(reason)
+        self.retry_after_s = retry_after_s
         self.resident.waiting = 0
 
     async def start(self) -> None:

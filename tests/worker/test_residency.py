@@ -148,6 +148,19 @@ async def test_nobody_is_displaced_for_one_that_is_not_wanted_any_more(make: Mak
     assert a.state == "asleep"
 
 
+async def test_a_request_that_was_given_up_still_wakes_its_model(make: MakeWorker) -> None:
+    a, b = make(6), make(6, drain_timeout_s=60.0)
+    await a.start()
+    await b.start()
+    b.request()
+    a.request()
+    await b.becomes("draining")
+    a.resident.waiting = 0
+    a.residency.request_given_up()
+    b.resident.running = 0
+    await a.becomes("serving")
+
+
 async def test_an_idle_model_sleeps_by_itself(make: MakeWorker) -> None:
     a = make(6, idle_timeout_s=0.2)
     await a.start()
@@ -178,6 +191,7 @@ async def test_a_wake_that_fails_again_fails_those_that_wait_and_the_next_ones_a
     a.request()
     await eventually(lambda: bool(a.failed))
     assert a.failed == ["model.safetensors is missing twice"]
+    assert 0 < a.retry_after_s <= residency.REST_S
     await eventually(lambda: a.state == "asleep")
     b.request()
     await b.becomes("serving")
@@ -213,7 +227,7 @@ async def test_a_wake_beside_pinned_models_fails_with_a_sentence(make: MakeWorke
     await pins(b, True)
     a.request()
     await eventually(lambda: bool(a.failed))
-    assert "does not fit beside popular models that nobody may displace" in a.failed[0]
+    assert "does not fit beside popular or pinned models, which nobody may displace" in a.failed[0]
     await pins(b, False)
     a.request()
     await a.becomes("serving")

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -117,6 +118,20 @@ class TestStreams:
             await eventually(lambda: o.router.load.waiting == 0)
             await o.sleeper.wake()
             await o.router.balanced()
+
+    @pytest.mark.parametrize("given_up", [True, False])
+    async def test_only_one_that_was_given_up_is_still_worth_the_wake(self, redis_url: str, given_up: bool) -> None:
+        async with one(redis_url) as o:
+            await o.sleeper.sleep()
+            await o.router.submit(make_request("a", prompt(50)), 1)
+            await eventually(lambda: o.router.load.waiting == 1)
+            residency = o.worker.worker._residency
+            assert residency is not None
+            with patch.object(residency, "request_given_up") as told:
+                await o.router.abort(1, given_up=given_up)
+                await eventually(lambda: o.router.load.waiting == 0)
+            assert told.called == given_up
+            await o.sleeper.wake()
 
     async def test_they_can_be_moved_away_while_the_model_sleeps(self, redis_url: str) -> None:
         async with one(redis_url) as o:

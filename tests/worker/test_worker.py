@@ -316,10 +316,11 @@ async def test_all_requests_of_a_model_that_cannot_wake_fail_with_the_reason(red
         gate.close()
         answers = [await c.submit(make_request(name, prompt(20)), number) for number, name in enumerate("ab")]
         await eventually(lambda: gate.held)
-        w.worker._service.fail_all("its checkpoint is gone")
+        w.worker._service.fail_all("its checkpoint is gone", 30.0)
         await eventually(lambda: all(answer.refusal is not None for answer in answers))
         gate.open()
         for answer in answers:
             assert answer.refusal is not None
             assert (answer.refusal.kind, answer.refusal.message) == (pb.Refusal.KIND_FAILED, "its checkpoint is gone")
+            assert answer.refusal.retry_after_ms == 30_000
         await c.balanced()

@@ -175,8 +175,8 @@ def test_a_wake_beside_popular_models_fails_and_says_who_they_are_and_until_when
     assert decide(occupants, [intent(A, 100)], 105).actions == [
         Fail(
             "a",
-            "a does not fit beside popular models that nobody may displace: popular without limit, as it has no "
-            "idle_timeout; other for at least 45 s",
+            "a does not fit beside popular or pinned models, which nobody may displace: popular without limit, as it "
+            "has no idle_timeout; other for at least 45 s",
         )
     ]
 

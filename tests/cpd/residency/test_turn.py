@@ -205,7 +205,7 @@ def test_a_pinned_worker_is_no_victim() -> None:
     world.step(a)
     world.step(b)
     assert states(world)["w1"] is ModelState.SERVING
-    assert "popular models that nobody may displace" in b.failures[0]
+    assert "popular or pinned models, which nobody may displace" in b.failures[0]
     a.own = replace(a.own, pin=False)
     world.step(a)
     world.request(b)

@@ -307,6 +307,8 @@ class TestLimits:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "wait_too_long")
         assert 10 < int(response.headers["retry-after"]) <= 40
         assert len(worker.submits) == 1  # it may have been served: a promise is an upper bound
+        await _holds(lambda: len(worker.aborts) == 1)
+        assert worker.aborts[0].given_up  # so the wake goes on
 
     async def test_a_promise_that_is_longer_than_anybody_may_wait_refuses_nobody(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
