@@ -277,9 +277,7 @@ class Changes:
         if "gpu_memory" in update:
             update["gpu_memory"] *= self._plan.gpus_per_worker or 1
         settings = self._prepare(self._plan.settings.model_copy(update=update))
-        # Without this machine's free memory, which the running workers have: as for workers of other machines.
-        elsewhere = settings.model_copy(update={"ray_address": settings.ray_address or "auto"})
-        check_models(elsewhere.each_model())
+        check_models(self._each_model(settings), running=True)
         return replace(self._plan, given=fresh, settings=settings)
 
     def _roll(self, kind: Kind, serves: str, specs: Sequence[ProcessSpec], tell: Tell) -> list[str]:
@@ -404,21 +402,29 @@ class Changes:
         return model
 
     def _check_memory(self, new: Collection[ProcessSpec]) -> None:
-        """Raises CheckpointError if this machine has no memory for more workers."""
+        """Raises CPDError if there is no memory for more workers on this machine or, for ever, on a shared device."""
         settings = self._plan.settings
         counts = Counter(spec.serves for spec in new if spec.is_worker)
-        if (
-            counts
-            and settings.device == "cpu"
-            and settings.device_memory is None
-            and not (settings.ray_address or settings.simulate)
-        ):
+        if not counts or settings.device != "cpu" or settings.ray_address or settings.simulate:
+            return
+        if settings.device_memory is not None:
+            check_models(self._each_model(settings, new), running=True)
+        else:
             check_models(
                 [
                     settings.of_model(serves).model_copy(update={"combined": count, "prefill": 0})
                     for serves, count in counts.items()
                 ]
             )
+
+    def _each_model(self, settings: ClusterSettings, new: Collection[ProcessSpec] = ()) -> list[ClusterSettings]:
+        """Returns the settings of each model's workers, with their present number and the `new` ones."""
+        names = [one.name for one in settings.models] or [""]
+        specs = [spec for spec in self._cluster.specs if not self._is_drained(spec)]
+        counts = Counter((spec.serves, spec.kind) for spec in (*specs, *new))
+        return [
+            settings.of_model(name).model_copy(update={kind: counts[name, kind] for kind in _WORKERS}) for name in names
+        ]
 
     def _forget_drained(self, keep: Collection[str] = ()) -> None:
         """Removes the processes that `cpd drain` has ended, but for those to `keep`."""

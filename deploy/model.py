@@ -45,13 +45,14 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def check_models(models: Sequence[ClusterSettings]) -> str:
+def check_models(models: Sequence[ClusterSettings], *, running: bool = False) -> str:
     """Checks all models of a cluster, and whether their workers fit on this machine together.
 
     On a shared device each of them must fit beside the popular ones.
 
     Args:
         models: The settings of each one's workers.
+        running: The cluster runs already: this machine's free memory says nothing, since the workers have the rest.
 
     Returns:
         The device to run on.
@@ -64,8 +65,9 @@ def check_models(models: Sequence[ClusterSettings]) -> str:
     device, taken = "", 0
     awake: list[tuple[ClusterSettings, int]] = []
     for one in models:
+        checked = one.model_copy(update={"ray_address": one.ray_address or "auto"}) if running else one
         try:
-            device, more = _check(resolve_model(one.model), one, workers, taken)
+            device, more = _check(resolve_model(one.model), checked, workers, taken)
         except CheckpointError as error:
             raise CheckpointError(f"{one.served_model_name}: {error}" if len(models) > 1 else str(error)) from None
         awake.append((one, more))

@@ -262,3 +262,21 @@ def test_changed_numbers_of_a_model_s_workers_do_not_stop_a_restart(
     file.write_text(file.read_text().replace('"name":"two"', '"name":"three"'))
     with pytest.raises(ConfigError, match="models can't change"):
         changes.restart(arguments, print)
+
+
+def test_popular_workers_that_would_keep_another_model_asleep_for_ever_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popular = {"name": "one", "model": str(tiny.CHECKPOINT), "fairness": {"popular": True}}
+    models = [popular, {"name": "two", "model": str(tiny.CHECKPOINT)}]
+    file = tmp_path / "cpd.yaml"
+    given = {"models": models, "device": "cpu", "kv_memory": "64MiB", "device_memory": "160MiB"}
+    file.write_text(to_json({"secret_file": str(secret_file()), **given}).decode())
+    settings = ClusterSettings.load({}, file)
+    monkeypatch.setattr(module, "check_places", lambda *_: None)
+    changes, refused = changes_of(Started(settings), settings), "two takes .* it could never be awake"
+    with pytest.raises(ConfigError, match=refused):
+        changes.scale({"model": "one", "combined": 2}, print)
+    file.write_text(file.read_text().replace('"64MiB"', '"100MiB"'))
+    with pytest.raises(ConfigError, match=refused):
+        changes.restart({"names": []}, print)
