@@ -1,6 +1,8 @@
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,16 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state(cluster: str = "c") -> ClusterState:
     return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", ray_dir="", admin_key="", launch="1")
+
+
+@contextlib.contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs `code`, once it has printed a line."""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield process
 
 
 def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -> None:
@@ -126,10 +138,7 @@ def test_a_cluster_that_only_starts_can_be_stopped(capsys: pytest.CaptureFixture
         "    ClusterDir('c').write(ClusterState('c', os.getpid()))\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", owner]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
+    with running(owner) as process:
         with pytest.raises(CPDError, match="'c' only starts"):
             running_cluster("c")
         down("c")
@@ -150,10 +159,7 @@ def test_a_cluster_whose_state_changes_while_it_ends_is_waited_for() -> None:
         "    ClusterDir('c').write(state)\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", owner]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
+    with running(owner) as process:
         down("c")
         assert not ClusterDir("c").path.exists()
         assert process.wait(DEADLINE_S) == 0
