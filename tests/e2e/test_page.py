@@ -556,6 +556,9 @@ class TestKeys:
             page.route("**/session", lambda route: route.fulfill(status=401, json=expired), times=1)
             page.evaluate("dispatchEvent(new Event('online'))")  # one of the moments at which the page asks
             expect(page.get_by_role("alert")).to_have_text("The API key is wrong.")
+            # what was open may ask for something now, without the key
+            page.evaluate("import('/page/api.js').then(({ json }) => json('session')).catch((error) => error.status)")
+            expect(page.get_by_role("alert")).to_have_text("The API key is wrong.")
             assert page.get_by_role("dialog").count() == 0
             sign_in(page, "the-boss")
             page.get_by_role("button", name="Go on for ever.", exact=True).click()

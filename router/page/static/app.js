@@ -201,6 +201,7 @@ function signOut() {
 
 // Forgets the key and asks for another one.
 function leave(message = "") {
+  if (!hasKey() && root.querySelector("form.sign-in")) return; // what was left still asked something
   page?.close();
   page = null;
   setKey("");
