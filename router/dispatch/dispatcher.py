@@ -612,8 +612,7 @@ class Dispatcher:
         if request.waits_for_wake:
             message = f"The model was not awake after {now - request.received:.1f} s, so the request is given up."
         error = waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3)
-        self.cancel(request, given_up=True)
-        request.consumer.failed(error)
+        self._fail(request, error, given_up=True)
 
     def _unable(self, request: RoutedRequest) -> set[str]:
         """The workers that can't serve a request: those that would not follow its grammar or its thinking budget."""
@@ -686,8 +685,8 @@ class Dispatcher:
         request.attempts.add(attempt)
         return attempt
 
-    def _fail(self, request: RoutedRequest, error: ApiError) -> None:
-        self.cancel(request)
+    def _fail(self, request: RoutedRequest, error: ApiError, *, given_up: bool = False) -> None:
+        self.cancel(request, given_up=given_up)
         request.consumer.failed(error)
 
     def _end_wait(self, attempt: Attempt) -> None:
