@@ -7,7 +7,7 @@ flag. The flag wins over the environment (`CPD_TOKEN_BUDGET`), that over the YAM
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
@@ -172,9 +172,13 @@ class TargetSettings(Settings):
     )
 
 
-def _without_brackets(host: str) -> str:
-    """Returns a host without the brackets that an IPv6 address has in a URL."""
-    return host.removeprefix("[").removesuffix("]")
+def _plain(host: str) -> str:
+    """Returns a host as sockets name it: an IPv6 address without brackets and in its shortest form, `::0` as `::`."""
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return host
 
 
 class EngineSettings(TargetSettings, ModelSettings):
@@ -241,7 +245,7 @@ class MemberSettings(SharedSettings):
         description="Collector that gets traces of requests by OTLP over HTTP, such as http://localhost:4318.",
     )
 
-    _plain_host = field_validator("host")(_without_brackets)
+    _plain_host = field_validator("host")(_plain)
 
 
 class SharedDeviceSettings(Settings):
@@ -309,7 +313,7 @@ class WorkersSettings(AllWorkersSettings):
 class _Advertised(Settings):
     advertise_host: str = Field("", description="Address at which other processes reach this one; empty takes --host.")
 
-    _plain_advertise_host = field_validator("advertise_host")(_without_brackets)
+    _plain_advertise_host = field_validator("advertise_host")(_plain)
 
 
 class WorkerSettings(AllWorkersSettings, _Advertised):

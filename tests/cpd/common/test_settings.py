@@ -79,6 +79,21 @@ def test_several_hosts_come_from_flags_the_environment_or_the_file(
 
 
 @pytest.mark.parametrize(
+    ("written", "host"),
+    [
+        ("::0", "::"),
+        ("[0:0:0:0:0:0:0:0]", "::"),
+        ("FE80::1%eth0", "fe80::1%eth0"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("Node-1", "Node-1"),
+    ],
+)
+def test_an_address_has_one_form(written: str, host: str) -> None:
+    settings = WorkerSettings.load({"host": written, "advertise_host": written})
+    assert (settings.host, settings.advertise_host) == (host, host)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"port": "http"}, "port: .*integer.*'http'"),
