@@ -280,11 +280,13 @@ def _planned(settings: CompareSettings, cell: Cell) -> dict[str, Any]:
 def _day(settings: CompareSettings, cell: Cell) -> dict[str, Any]:
     """Good requests that arrived in each eighth of the measured time, and the number of changes."""
     assert cell.rate is not None
-    outcome = SimCluster(settings, make_workload(settings, cell.rate)).run()
+    cluster = SimCluster(settings, make_workload(settings, cell.rate))
+    cluster.judge()
     slo = Slo(ttft=settings.slo_ttft, itl=settings.slo_itl)
-    due_s = [one.due_s - settings.warmup for one in outcome.records if request_row(one, 0.0, slo).good]
+    answered = [one for one in cluster.records if one.ended_s]
+    due_s = [one.due_s - settings.warmup for one in answered if request_row(one, 0.0, slo).good]
     good = np.histogram(due_s, np.linspace(0, settings.duration, 9))[0]
-    return {"offered": len(outcome.records), "good": good.tolist(), "changes": len(outcome.changes)}
+    return {"offered": len(cluster.records), "good": good.tolist(), "changes": len(cluster.changes)}
 
 
 def _rise(without: float, with_burst: float) -> dict[str, float]:
