@@ -37,22 +37,37 @@ def test_promtool_finds_no_mistake(kind: str, file: str) -> None:
 @needs_prometheus
 @pytest.mark.parametrize("job", ["cpd", "serving/chat"])  # by prometheus.yml, and by a PodMonitor of the chart
 def test_no_router_is_noticed_whatever_the_job(job: str, tmp_path: Path) -> None:
-    (alert,) = (one for one in ALERTS if one["alert"] == "CPDNoRouter")
-    fires = {"exp_labels": alert["labels"], "exp_annotations": alert["annotations"]}
-    at = {"alertname": alert["alert"]}
-    series = {"series": f'cpd_policy_fallback{{job="{job}"}}', "values": "0x5 stale"}
-    tests = [
-        {
-            "interval": "1m",
-            "input_series": [series],
-            "alert_rule_test": [
-                {**at, "eval_time": "5m", "exp_alerts": []},
-                {**at, "eval_time": "8m", "exp_alerts": [fires]},
-            ],
-        }
-    ]
+    series = {f'cpd_policy_fallback{{job="{job}"}}': "0x5 stale"}
+    _check_alert("CPDNoRouter", series, {5: False, 8: True}, tmp_path)
+
+
+@needs_prometheus
+def test_a_worker_that_is_lost_is_noticed_but_not_one_that_stood_in_for_others(tmp_path: Path) -> None:
+    lost = {_live("combined-0"): "1x200", _live("combined-1"): "1x100 stale"}
+    _check_alert("CPDWorkersMissing", lost, {100: False, 115: True, 155: True, 200: False}, tmp_path)
+    restart = {_live("combined-0"): "1x100 stale 1x99", _live("combined-1"): "_x95 1x15 stale"}
+    _check_alert("CPDWorkersMissing", restart, {110: False, 125: False, 140: False, 165: False}, tmp_path)
+
+
+def _live(worker: str) -> str:
+    return f'cpd_worker_live{{role="combined", router="router-0", worker="{worker}"}}'
+
+
+def _check_alert(name: str, series: dict[str, str], fires: dict[int, bool], tmp_path: Path) -> None:
+    """Asserts at which minutes an alert fires, while series with a value a minute have these values."""
+    (alert,) = (one for one in ALERTS if one["alert"] == name)
+    annotations = {key: text.replace("{{ $value }}", "1") for key, text in alert["annotations"].items()}
+    fired = [{"exp_labels": alert["labels"], "exp_annotations": annotations}]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "alert_rule_test": [
+            {"alertname": name, "eval_time": f"{minute}m", "exp_alerts": fired if fires_then else []}
+            for minute, fires_then in fires.items()
+        ],
+    }
     file = tmp_path / "test.yml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(PROMETHEUS / "rules.yml")], "tests": tests}))
+    file.write_text(yaml.safe_dump({"rule_files": [str(PROMETHEUS / "rules.yml")], "tests": [test]}))
     ran = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
