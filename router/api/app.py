@@ -329,9 +329,9 @@ def _add_operations(
         """Succeeds if a combined worker, of any model, is live and the router knows the cached blocks of all workers
         and does not drain. `/health` and `/ping` are the same under the names that other servers have."""
         if lifecycle.draining.is_set():
-            raise unavailable("The router drains.", RETRY_S)
+            return _not_ready("The router drains.")
         if not models.ready:
-            raise unavailable("No worker is ready to serve the model.", RETRY_S)
+            return _not_ready("No worker is ready to serve the model.")
         return json_response({"status": "ok"})
 
     @app.get("/version", responses=returns(Version, 401, 421))
@@ -371,3 +371,9 @@ def _add_operations(
         return json_response(await overview.placements(tenant.name, sent, request_id, internals=tenant.admin))
 
     return overview
+
+
+def _not_ready(message: str) -> Response:
+    """The answer to a probe. It is not raised, since it is no error to count: probes ask until the router is ready."""
+    error = unavailable(message, RETRY_S)
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")

@@ -741,6 +741,14 @@ class TestHealthAndModels:
         await router.knows(worker)
         assert (await router.http.get("/readyz")).json() == {"status": "ok"}
 
+    async def test_probes_that_fail_are_not_counted_as_errors(self, start_router: StartRouter) -> None:
+        router = await start_router()
+        for path in ("/readyz", "/health", "/ping"):
+            response = await router.http.get(path)
+            assert (response.status_code, _error(response)["code"]) == (503, "service_unavailable")
+            assert "retry-after" in response.headers
+        assert "cpd_request_errors_total{" not in (await router.http.get("/metrics")).text
+
     async def test_the_model_is_listed(self, router: Router) -> None:
         models = [model async for model in router.client.models.list()]
         assert [model.id for model in models] == [MODEL]
