@@ -49,6 +49,20 @@ def test_a_worker_that_is_lost_is_noticed_but_not_one_that_stood_in_for_others(t
     _check_alert("CPDWorkersMissing", restart, {110: False, 125: False, 140: False, 165: False}, tmp_path)
 
 
+@needs_prometheus
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("CPDErrors", "internal_error"),
+        ("CPDErrors", "service_unavailable"),
+        ("CPDErrors", "wake_failed"),
+    ],
+)
+def test_calls_that_fail_by_the_fault_of_the_cluster_are_noticed(name: str, code: str, tmp_path: Path) -> None:
+    _check_alert(name, {f'cpd_request_errors_total{{code="{code}"}}': "0x10 60+60x20"}, {8: False, 20: True}, tmp_path)
+    _check_alert(name, {'cpd_request_errors_total{code="invalid_value"}': "0+60x30"}, {20: False}, tmp_path)
+
+
 def _live(worker: str) -> str:
     return f'cpd_worker_live{{role="combined", router="router-0", worker="{worker}"}}'
 
@@ -56,7 +70,7 @@ def _live(worker: str) -> str:
 def _check_alert(name: str, series: dict[str, str], fires: dict[int, bool], tmp_path: Path) -> None:
     """Asserts at which minutes an alert fires, while series with a value a minute have these values."""
     (alert,) = (one for one in ALERTS if one["alert"] == name)
-    annotations = {key: text.replace("{{ $value }}", "1") for key, text in alert["annotations"].items()}
+    annotations = {key: re.sub(r"{{ \$value.*?}}", "1", text) for key, text in alert["annotations"].items()}
     fired = [{"exp_labels": alert["labels"], "exp_annotations": annotations}]
     test = {
         "interval": "1m",
