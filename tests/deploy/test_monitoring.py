@@ -56,6 +56,7 @@ def test_a_worker_that_is_lost_is_noticed_but_not_one_that_stood_in_for_others(t
         ("CPDErrors", "internal_error"),
         ("CPDErrors", "service_unavailable"),
         ("CPDErrors", "wake_failed"),
+        ("CPDQueuesFull", "wait_too_long"),
     ],
 )
 def test_calls_that_fail_by_the_fault_of_the_cluster_are_noticed(name: str, code: str, tmp_path: Path) -> None:
