@@ -92,6 +92,8 @@ class WorkerMetrics(Collector):
                 ttft.add_metric(names, view.errors.count, view.errors.ttft_ms / 1e3)
                 error.add_metric(names, view.errors.count, view.errors.error_ms / 1e3)
         yield from (live, ttft, error)
+        # While it is not connected there is no report. Zeros would make counters jump when it is connected again.
+        workers = [(names, worker) for names, worker in workers if worker.load != pb.Load()]
         for field, (kind, text) in _FIELDS.items():
             family = kind(f"cpd_worker_{field}", text, labels=_LABELS)
             for names, worker in workers:

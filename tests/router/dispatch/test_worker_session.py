@@ -807,6 +807,28 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     assert f'cpd_worker_host_blocks_total{{event="offloaded",{labels}}} 70.0' in text
 
 
+async def test_a_worker_without_a_session_has_no_metrics_of_its_load(
+    start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, decode_tokens=11)))
+    labels = 'role="combined",router="router-a",worker="combined-0"'
+
+    async def counted() -> bool:
+        line = f'cpd_worker_tokens_total{{phase="decode",{labels}}} 11.0'
+        return line in (await router.http.get("/metrics")).text
+
+    await eventually(counted)
+    monkeypatch.setattr(sessions, "FIRST_PAUSE_S", 60.0)
+    worker.send(pb.WorkerMessage(end=pb.End(reason="it stops")))
+    await eventually(lambda: _disconnected(router, worker.id, "it stops"))
+    text = (await router.http.get("/metrics")).text
+    assert f"cpd_worker_live{{{labels}}} 0.0" in text
+    assert "cpd_worker_tokens_total{" not in text
+    assert "cpd_worker_running{" not in text
+
+
 async def test_requests_avoid_a_silent_worker(
     monkeypatch: pytest.MonkeyPatch, start_router: StartRouter, start_worker: StartWorker, says: Says
 ) -> None:
