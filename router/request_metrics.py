@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from router.activity import Activity
 from router.usage import Usage
 
-_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _WAKE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
 _TOKENS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from router.request_metrics import RequestMetrics, RouterMetrics
 from tests.deploy.monitoring import ALERTS, DASHBOARD, DEPLOY, PROMETHEUS, queries
 from tests.programs import needs_prometheus
 
@@ -62,6 +63,23 @@ def test_a_worker_that_is_lost_is_noticed_but_not_one_that_stood_in_for_others(t
 def test_calls_that_fail_by_the_fault_of_the_cluster_are_noticed(name: str, code: str, tmp_path: Path) -> None:
     _check_alert(name, {f'cpd_request_errors_total{{code="{code}"}}': "0x10 60+60x20"}, {8: False, 20: True}, tmp_path)
     _check_alert(name, {'cpd_request_errors_total{code="invalid_value"}': "0+60x30"}, {20: False}, tmp_path)
+
+
+def test_limits_of_alerts_are_bounds_of_buckets() -> None:
+    """Between two bounds a quantile is a guess: all values just above the lower one would look like some far above."""
+    router = RouterMetrics()
+    requests = RequestMetrics(router)
+    requests.ttft("local").observe(1.0)
+    requests.itl.observe(0.01)
+    text = router.text().decode()
+    limits = [
+        match.groups()
+        for alert in ALERTS
+        if (match := re.search(r"^histogram_quantile.*rate\((\w+)\[.*> ([0-9.]+)$", alert["expr"]))
+    ]
+    assert len(limits) == 2
+    for metric, limit in limits:
+        assert f'{metric}{{le="{float(limit)}"' in text
 
 
 def _live(worker: str) -> str:
