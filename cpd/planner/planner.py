@@ -99,11 +99,13 @@ class Planner:
         good = {one.prefill_workers: one.good_per_s for one in predictions}
         best = max(good.values())
         chosen = next(number for number in numbers if good[number] >= (1 - MIN_LOSS) * best)
-        reason = (
-            f"good requests/s by prefill workers: {good[chosen]:.1f} with {chosen}, {good[current]:.1f} with {current}"
-        )
+        reason = f"good requests/s by prefill workers: {good[chosen]:.1f} with {chosen}"
+        if chosen == current:
+            reason += f", at most {best:.1f} with others"
+            return Plan(current, current, reason, scale, tuple(predictions))
+        reason += f", {good[current]:.1f} with {current}"
         enough = (1 - MIN_LOSS * 2 ** len(self._changes)) * good[chosen]
-        if chosen == current or (self._changes and good[current] >= enough):
+        if self._changes and good[current] >= enough:
             reason += f": too little for a change, after {len(self._changes)} in the last hour"
             return Plan(current, current, reason, scale, tuple(predictions))
         return Plan(chosen, current, reason, scale, tuple(predictions))

@@ -40,6 +40,14 @@ def test_a_change_says_what_it_is_based_on() -> None:
     assert f"by prefill workers: {good[0]:.1f} with 0, {good[8]:.1f} with 8" in one.reason
 
 
+def test_a_number_that_is_right_is_not_compared_with_itself() -> None:
+    one = plan([CHATS], 0)
+    best = max(each.good_per_s for each in one.predictions)
+    assert not one.changes
+    good = one.predictions[0].good_per_s
+    assert one.reason == f"good requests/s by prefill workers: {good:.1f} with 0, at most {best:.1f} with others"
+
+
 def test_few_requests_change_nothing() -> None:
     for seen in (Seen(MIN_REQUESTS - 1, MIN_REQUESTS - 1.0), Seen(MIN_REQUESTS, MIN_RECENT - 1.0)):
         one = Planner(-SETTLE_S).plan([CHATS], seen, fleet(), TARGETS, 8, 0.0)
