@@ -20,6 +20,10 @@ _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 _WAKE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
 _TOKENS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
 
+_ALARMING = ("internal_error", "request_crashes_workers", "service_unavailable", "wait_too_long", "wake_failed")
+"""Codes of errors for which deploy/prometheus/rules.yml has alerts. They are counted from 0, because Prometheus does
+not see the first errors of a series that begins with them."""
+
 
 class RouterMetrics:
     """The metrics of one router process, with the usual ones of a process (`process_…`).
@@ -41,6 +45,8 @@ class RouterMetrics:
         self._registry.register(self._models)
         counter = Counter("cpd_request_errors", "Error responses by error code.", ["code"], registry=self._registry)
         self.errors = cache(counter.labels)
+        for code in _ALARMING:
+            self.errors(code)
 
     def registry(self, model: str = "") -> CollectorRegistry:
         """Returns where the metrics of a model are registered, which get a label with its name; with an empty name

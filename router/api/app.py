@@ -239,7 +239,7 @@ def _add_live(app: FastAPI, overview: Overview, keys: Keys, lifecycle: Lifecycle
         """The documents of `/cluster` as server-sent events, one a second at most."""
         tenant_of(request).check_admin()
         if lifecycle.draining.is_set():
-            raise unavailable("The router drains.", RETRY_S)
+            return _not_ready("The router drains.")
         return LiveResponse(feed)
 
 
@@ -374,6 +374,6 @@ def _add_operations(
 
 
 def _not_ready(message: str) -> Response:
-    """The answer to a probe. It is not raised, since it is no error to count: probes ask until the router is ready."""
+    """The answer to probes and the page. It is not raised, as it is no error to count: they ask until it is ready."""
     error = unavailable(message, RETRY_S)
     return Response(error.body(), error.status, headers=error.headers, media_type="application/json")

@@ -65,6 +65,15 @@ def test_calls_that_fail_by_the_fault_of_the_cluster_are_noticed(name: str, code
     _check_alert(name, {'cpd_request_errors_total{code="invalid_value"}': "0+60x30"}, {20: False}, tmp_path)
 
 
+def test_errors_with_an_alert_are_counted_from_0() -> None:
+    text = RouterMetrics().text().decode()
+    expressions = " ".join(alert["expr"] for alert in ALERTS)
+    codes = "|".join(re.findall(r'cpd_request_errors_total\s*{code=~?"(.*?)"}', expressions)).split("|")
+    assert len(codes) == 5
+    for code in codes:
+        assert f'cpd_request_errors_total{{code="{code}"}} 0.0' in text
+
+
 def test_limits_of_alerts_are_bounds_of_buckets() -> None:
     """Between two bounds a quantile is a guess: all values just above the lower one would look like some far above."""
     router = RouterMetrics()

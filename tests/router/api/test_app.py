@@ -747,7 +747,8 @@ class TestHealthAndModels:
             response = await router.http.get(path)
             assert (response.status_code, _error(response)["code"]) == (503, "service_unavailable")
             assert "retry-after" in response.headers
-        assert "cpd_request_errors_total{" not in (await router.http.get("/metrics")).text
+        counted = 'cpd_request_errors_total{code="service_unavailable"} 0.0'
+        assert counted in (await router.http.get("/metrics")).text
 
     async def test_the_model_is_listed(self, router: Router) -> None:
         models = [model async for model in router.client.models.list()]

@@ -253,6 +253,8 @@ class TestEndpoint:
                 async for _ in snapshots:
                     pass
             assert (await router.http.get("/cluster/live")).status_code == 503
+            counted = 'cpd_request_errors_total{code="service_unavailable"} 0.0'  # the page asks until it is ready
+            assert counted in (await router.http.get("/metrics")).text
 
 
 @contextlib.asynccontextmanager
