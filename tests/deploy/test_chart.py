@@ -88,6 +88,13 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
 
 
+def test_workers_request_what_they_are_limited_to(manifests: list[dict[str, Any]]) -> None:
+    """Kubernetes takes limits as requests if there are none. If both differ, workers get no cores of their own."""
+    for role in ("combined", "prefill"):
+        resources = container(named(manifests, "Deployment", f"{RELEASE}-{role}"))["resources"]
+        assert resources.get("requests", resources["limits"]) == resources["limits"]
+
+
 @pytest.mark.parametrize("kubernetes", ["1.27", kubernetes_validate.latest_version()])
 @pytest.mark.parametrize("values", [LEAST, ALL], ids=["least", "all"])
 def test_every_manifest_is_valid(kubernetes: str, values: dict[str, Any], helm: Path) -> None:
