@@ -453,8 +453,10 @@ class Dispatcher:
         self._detach(attempt, f"parked, to move{why}")
         attempt.refused_by.clear()
         attempt.queue_full.clear()
-        for part in self._split(attempt):
+        parts = self._split(attempt)
+        for part in parts:  # before any is placed: if that fails the request, the worker must let go of all of them
             part.parked = parked
+        for part in parts:
             self._place_or_wait(part, RETRY_S)
 
     def _end_slow_move(self, attempt: Attempt, number: int) -> None:

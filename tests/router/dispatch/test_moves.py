@@ -13,6 +13,7 @@ from cpd.common.blocks import unpack_tokens
 from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import dispatcher
+from router.dispatch.convictions import Convictions
 from router.placement import moves
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.dispatch.suspects import Suspects
@@ -392,3 +393,18 @@ async def test_a_policy_without_moves_leaves_streams_where_they_are(
     assert await _texts(call) == [REPLY]
     parked, _ = await _placements(router, call.result().headers["x-request-id"])
     assert parked["outcome"] == "parked, to move"
+
+
+async def test_choices_of_a_request_that_fails_while_it_moves_are_not_kept_parked(
+    start: Start, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def includes(convictions: Convictions, digest: bytes, now: float) -> bool:
+        return bool(d.source.parks)  # one like it has crashed workers meanwhile
+
+    texts = ("the fox jumps over the dog", "a lazy dog jumps over the fox", "you quick brown fox")
+    d = await start(says(*texts), texts, n=3)
+    monkeypatch.setattr(Convictions, "__bool__", lambda convictions: True)
+    monkeypatch.setattr(Convictions, "includes", includes)
+    _drain(d.source)
+    assert (await d.call).status_code == 500
+    await _holds(lambda: sorted(choice for abort in d.source.aborts for choice in abort.choices) == [0, 1, 2])
