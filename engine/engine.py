@@ -294,7 +294,8 @@ class Engine:
     def pin_cached(self, hashes: Sequence[bytes]) -> list[int]:
         """Pins the pages of the longest cached prefix of a hash chain; none if running sequences may need them."""
         pages = self._pool.find(hashes)
-        if self._pool.available_beside(pages) < self.scheduler.headroom:
+        left = self._pool.available_beside(pages)
+        if left < self._pool.available and left < self.scheduler.headroom:  # pages that are held anyway cost nothing
             return []
         self.pin(pages)
         return pages

@@ -696,6 +696,23 @@ class TestPrefillOnly:
         engine.unpin(pages)
         assert_all_released(engine)
 
+    def test_pages_that_are_held_anyway_are_pinned_however_few_are_left(self) -> None:
+        engine, _ = make_engine(num_pages=9)
+        moves = make_request("moves", prompt(60), max_tokens=30)
+        engine.add(moves)
+        engine.step()
+        pages = engine.park("moves")
+        assert pages
+        engine.add(make_request("runs", prompt(60, 3), max_tokens=60))
+        served = Served()
+        while (counts := engine.stats().pages).free + counts.cached:
+            served.take(engine.step())
+        assert engine.pin_cached(moves.block_hashes) == pages
+        engine.unpin(pages)
+        engine.unpin(pages)
+        drain(engine, served)
+        assert_all_released(engine)
+
 
 class TestStats:
     def test_waiting_tokens_are_prompt_tokens_not_yet_computed(self) -> None:
